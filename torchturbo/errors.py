@@ -1,0 +1,62 @@
+"""What is wrong with a configuration or a run: one line a problem, all of them at once, exit status 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong, as the person who wrote it needs to hear it."""
+
+    place: str
+    """Where it stands: ``turbo.yaml:4:12``, ``TORCH_TURBO_GBS``, ``--tt_gbs``; empty where there is no such place."""
+    key: str
+    """Dotted path of the configuration key, or empty."""
+    message: str
+    """What was expected and what was found."""
+    remedy: str = ""
+    """What to do about it, or empty."""
+
+    def __str__(self) -> str:
+        text = ": ".join(part for part in (self.place, self.key, self.message) if part)
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+class ConfigError(SystemExit):
+    """Problems that end the program with status 2.
+
+    Uncaught it ends the process without a traceback, so the problems are printed when it is raised by
+    :func:`fail`; code that wants to handle them reads ``problems``.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__(2)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+def fail(problems: Iterable[Problem]) -> NoReturn:
+    """Print every problem on stderr, once per node, and raise :class:`ConfigError`."""
+    error = ConfigError(problems)
+    if is_first_local_rank():
+        colour = wants_colour(sys.stderr)
+        prefix = "\033[1;31merror:\033[0m" if colour else "error:"
+        print("".join(f"{prefix} {problem}\n" for problem in error.problems), end="", file=sys.stderr, flush=True)
+    raise error
+
+
+def is_first_local_rank() -> bool:
+    """Return whether this process speaks for its node (torchrun numbers the processes of a node by LOCAL_RANK)."""
+    return os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1")
+
+
+def wants_colour(stream: object) -> bool:
+    """Return whether a stream is a terminal whose user wants colour (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(getattr(stream, "isatty", lambda: False)())
