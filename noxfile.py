@@ -1,0 +1,125 @@
+"""Development sessions: `nox -l` lists them, `nox` runs lint, typecheck and tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"  # a missing interpreter is looked for on this machine only
+nox.options.sessions = ["lint", "typecheck", "tests"]
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+NODE_MODULES = ROOT / "tests" / "ide" / "node_modules"
+# The environment of the README. Torch is a large download, so the sessions that need it share this one.
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+# These folders need a language server, a browser or a build backend, and have sessions of their own.
+OWN_SESSION = ["tests/ide", "tests/site", "tests/package"]
+# What holds without torch, on every supported Python: schema, code generation, configuration and commands.
+WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/habits"]
+QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle OpenMP threads sleep; spinning ones slow a shared machine down fivefold
+
+
+def group(*names: str) -> list[str]:
+    """Return the requirements of dependency groups of pyproject.toml."""
+    return list(nox.project.dependency_groups(PYPROJECT, *names))
+
+
+def with_torch(session: nox.Session, *groups: str) -> str:
+    """Return the Python of .venv, after torch, the project and the groups are installed there.
+
+    Everything goes in by pip: torch first, at the version that constraints.txt pins.
+    """
+    if not VENV_PYTHON.exists():
+        session.run(sys.executable, "-m", "virtualenv", "--python=3.11", str(VENV), external=True)
+    pip = [str(VENV_PYTHON), "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt"]
+    session.run(*pip, "torch", external=True)
+    session.run(*pip, "--editable", ".[train]", *group(*groups), external=True)
+    return str(VENV_PYTHON)
+
+
+@nox.session
+def codegen(session: nox.Session) -> None:
+    """Write generated/ from the schema; with `-- --check`, show the drift instead and fail."""
+    session.install(*group("codegen"))
+    session.run("python", "-m", "codegen", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Lint every Python file and check its format."""
+    session.install(*group("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session(venv_backend="none")
+def typecheck(session: nox.Session) -> None:
+    """Check torchturbo and codegen with mypy (strict) and pyright."""
+    python = with_torch(session, "typecheck", "codegen")
+    session.run(python, "-m", "mypy", external=True)
+    session.run(python, "-m", "pyright", "--pythonpath", python, external=True)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run all tests, training included, on Python 3.11 in .venv."""
+    python = with_torch(session, "test", "codegen")
+    elsewhere = [f"--ignore={folder}" for folder in OWN_SESSION]
+    session.run(python, "-m", "pytest", *elsewhere, *session.posargs, env=QUIET, external=True)
+
+
+@nox.session(python=["3.12", "3.13"])
+def tests_without_torch(session: nox.Session) -> None:
+    """Run the tests of schema, codegen, configuration and commands where torch isn't installed."""
+    session.install(*group("test", "codegen"), "--editable", ".")
+    folders = [folder for folder in WITHOUT_TORCH if (ROOT / folder).is_dir()]
+    session.run("pytest", *folders, *session.posargs)
+
+
+@nox.session
+def ide(session: nox.Session) -> None:
+    """Ask the YAML language server what an editor shows for our configuration files."""
+    session.install(*group("ide"))
+    if not NODE_MODULES.is_dir() or os.environ.get("CI"):
+        session.run("npm", "ci", "--no-audit", "--no-fund", "--prefix", str(NODE_MODULES.parent), external=True)
+    session.run("pytest", "tests/ide", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site strictly and try it in Chromium; `-- serve` serves it while you write."""
+    session.install(*group("docs"))
+    if "serve" in session.posargs:
+        session.run("zensical", "serve")
+        return
+    session.run("zensical", "build", "--strict", "--clean")
+    session.run("pytest", "tests/site", *session.posargs)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build sdist and wheel into dist/, check what they hold, and try the wheel outside the checkout."""
+    session.install(*group("package"))
+    session.run("pytest", "tests/package", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure start-up against bare argparse and the usual configuration libraries."""
+    session.install("--constraint", "constraints.txt", *group("bench"), "--editable", ".")
+    session.run("python", "benchmarks/config_startup.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def quickstart(session: nox.Session) -> None:
+    """Train the README's example in .venv."""
+    python = with_torch(session)
+    session.run(python, "-m", "torchturbo", "quickstart", *session.posargs, env=QUIET, external=True)
