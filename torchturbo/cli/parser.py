@@ -1,0 +1,99 @@
+"""The argparse tree of the ``torchturbo`` command: what help and shell completion know."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from torchturbo.config.keys import Key
+
+SHELLS = ("bash", "zsh")
+FILE = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+"""shtab's completion of a file name in each shell."""
+
+
+def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of the whole command.
+
+    TorchTurbo's own options hang on every sub-command that takes them, for completion's sake. Where a command
+    runs they have been taken off the line before argparse sees it, by rules that argparse does not have; its own
+    help names only the option that prints them all, unless ``list_options``.
+    """
+    keys = [key for key in keys if list_options and key.cli]
+    parser = argparse.ArgumentParser(
+        prog="torchturbo",
+        description="Fine-tune Hugging Face models with the TorchTurbo engine.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"First run: torchturbo quickstart. All engine options: torchturbo train {help_flag}",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    train = _command(commands, "train", "fine-tune a model (add the options of Transformers' TrainingArguments)")
+    _add_options(train, keys, help_flag)
+    quickstart = _command(commands, "quickstart", "train a small model on this machine, from nothing")
+    quickstart.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    _add_config_commands(commands, keys, help_flag)
+    completion = _command(commands, "completion", "print a shell completion script")
+    completion.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def _add_config_commands(commands: _Commands, keys: list[Key], help_flag: str) -> None:
+    config = _command(commands, "config", "show, explain, check and start configurations")
+    actions = config.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+
+    show = _command(actions, "show", "the effective configuration: each value, its layer and where it stands")
+    show.add_argument("--format", choices=("table", "yaml", "json"), default="table", help="default: table")
+    show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    _add_options(show, keys, help_flag)
+
+    explain = _command(actions, "explain", "one key: text, type, default, names, and what each layer says of it")
+    explain.add_argument("key", metavar="KEY", help="path, option or variable, as in parallel_plan.sp_size")
+    _add_options(explain, keys, help_flag)
+
+    validate = _command(actions, "validate", "check configuration files; exit status 1 if one is wrong")
+    _complete_files(validate.add_argument("files", metavar="FILE", nargs="+", help="YAML or JSON"))
+    validate.add_argument("--format", choices=("text", "json", "github"), default="text", help="default: text")
+
+    init = _command(actions, "init", "write a commented configuration to start from")
+    _complete_files(
+        init.add_argument(
+            "file", metavar="FILE", nargs="?", default="turbo.yaml", help="default: turbo.yaml; - prints it"
+        )
+    )
+
+    schema = _command(actions, "schema", "print the JSON Schema that editors read")
+    schema.add_argument("--path", action="store_true", help="print the path of the installed file instead")
+
+
+_Commands = argparse._SubParsersAction  # argparse names it nowhere else
+
+
+def _command(commands: _Commands, name: str, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+    )
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, keys: list[Key], help_flag: str) -> None:
+    group = parser.add_argument_group("TorchTurbo options", f"set any key of the configuration; listed by {help_flag}")
+    for key in keys:
+        words = key.choices or (("true", "false") if key.type == "boolean" else None)
+        option = group.add_argument(
+            key.cli or "",
+            dest=f"option {key.path}",
+            choices=words,
+            nargs="?" if key.type == "boolean" else None,
+            metavar=key.metavar,
+            help=key.text.partition(". ")[0].rstrip("."),
+        )
+        if key.path == "config_path" or key.type == "array":
+            _complete_files(option)
+    group.add_argument(help_flag, action="store_true", help="print all of them and exit")
+
+
+def _complete_files(option: argparse.Action) -> None:
+    option.complete = FILE  # type: ignore[attr-defined]

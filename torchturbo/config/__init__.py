@@ -1,0 +1,1 @@
+"""Configuration: sparse layers (file, environment, command line, framework) merged into one validated whole."""

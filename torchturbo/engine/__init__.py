@@ -1,0 +1,1 @@
+"""The training engine and its public arguments."""
