@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from datamodel_code_generator import DataModelType, Formatter, InputFileType, LiteralType, PythonVersion, generate
+from datamodel_code_generator import Formatter, InputFileType, LiteralType, PythonVersion, generate
+from datamodel_code_generator.enums import DataModelType
 
 from codegen.source import Schema, Source
 from codegen.templates import HEADER, render
@@ -32,10 +33,9 @@ def flat_arguments(source: Source) -> str:
     """
     held = [section.class_name for section in source.sections if section.arg]
     frozen, mutable = _classes(_sections_schema(source), frozen=True), _classes(_flat_schema(source), frozen=False)
+    imports = ["from torchturbo.config.launch import Launch", "from torchturbo.logging import LogLevel"]
     parts = [frozen[name] for name in held] + [mutable[FLAT]]
-    return _module(
-        "args.py", "The flat arguments of a command line.", ["from torchturbo.logging import LogLevel"], parts
-    )
+    return _module("args.py", "The flat arguments of a command line.", imports, parts)
 
 
 def sections(source: Source) -> str:
@@ -106,6 +106,7 @@ def _flat_schema(source: Source) -> Schema:
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
+        "customBasePath": "torchturbo.config.launch.Launch",
     }
     return {**_sections_schema(source), FLAT: flat}
 

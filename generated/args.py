@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchturbo.config.launch import Launch
 from torchturbo.logging import LogLevel
 
 
@@ -22,7 +23,7 @@ class CPUOffloadConfig:
 
 
 @dataclass(kw_only=True)
-class TorchTurboArgs:
+class TorchTurboArgs(Launch):
     """What the command line said; None means that an option was not given."""
 
     config_path: str | None = None

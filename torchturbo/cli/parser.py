@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 from torchturbo.config.keys import Key
+
+if TYPE_CHECKING:
+    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it
 
 SHELLS = ("bash", "zsh")
 FILE = {"bash": "_shtab_compgen_files", "zsh": "_files"}
@@ -40,7 +44,7 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
     return parser
 
 
-def _add_config_commands(commands: _Commands, keys: list[Key], help_flag: str) -> None:
+def _add_config_commands(commands: Commands, keys: list[Key], help_flag: str) -> None:
     config = _command(commands, "config", "show, explain, check and start configurations")
     actions = config.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
 
@@ -68,10 +72,7 @@ def _add_config_commands(commands: _Commands, keys: list[Key], help_flag: str) -
     schema.add_argument("--path", action="store_true", help="print the path of the installed file instead")
 
 
-_Commands = argparse._SubParsersAction  # argparse names it nowhere else
-
-
-def _command(commands: _Commands, name: str, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
     )

@@ -1,0 +1,139 @@
+"""Take TorchTurbo's options off a command line and leave the rest as it was.
+
+argparse cannot do this: it gives a boolean option the next word whatever that is, takes ``-1e-5`` for an option,
+accepts abbreviations of options it shares the line with, and stops at the first problem.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchturbo.config.keys import Alias, Key
+from torchturbo.config.layers import Layer, Reading, former_names
+from torchturbo.config.scalars import Written
+from torchturbo.config.specs import FALSE_WORDS, TRUE_WORDS
+from torchturbo.errors import Problem
+from torchturbo.generated.keys import FLAG_PREFIX, KEYS
+
+_OPTIONS: dict[str, Key] = {key.cli: key for key in KEYS.values() if key.cli}
+_FORMER: dict[str, tuple[Key, Alias]] = former_names(KEYS, "cli")
+_HELP = f"{FLAG_PREFIX}help"
+_STEM = FLAG_PREFIX.rstrip("_")
+_NUMBER_LIKE = re.compile(r"-(?:\.?[0-9]|inf\b|nan\b)", re.IGNORECASE)
+_MEANT_AS_VALUE = ("on", "off", "none", "null", "enable", "enabled", "disable", "disabled")
+_MISSPELT = frozenset(
+    slip
+    for word in ("true", "false")
+    for i in range(len(word))
+    for slip in (word[:i] + word[i + 1 :], word[:i] + word[i + 1 : i + 2] + word[i] + word[i + 2 :], word + word[i])
+    if slip != word
+)
+"""One letter left out, two swapped, or one added at the end."""
+
+
+class CommandLine(NamedTuple):
+    """A command line taken apart."""
+
+    reading: Reading
+    rest: list[str]
+    """Everything that is not ours, in its order."""
+    wants_help: bool
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Take the options apart; problems are in the reading, none is raised."""
+    reading = Reading(Layer.COMMAND_LINE)
+    rest: list[str] = []
+    wants_help = False
+    words = iter(_Words(argv))
+    for word in words:
+        if word == "--":  # what follows belongs to the framework, whatever it looks like
+            rest += [word, *words.remaining()]
+            break
+        name, equals, value = word.partition("=")
+        if not _is_ours(name):
+            rest.append(word)
+        elif name == _HELP:
+            wants_help = True
+        elif name in _OPTIONS:
+            _read_option(reading, _OPTIONS[name], name, None, value if equals else None, words)
+        elif name in _FORMER:
+            key, alias = _FORMER[name]
+            _read_option(reading, key, name, alias, value if equals else None, words)
+        else:
+            reading.problems.append(_unknown(name))
+            if not equals and words.next_is_plain():
+                words.skip()  # its value is no argument of the framework's
+    return CommandLine(reading, rest, wants_help)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith((FLAG_PREFIX, f"{_STEM}-"))
+
+
+def _read_option(reading: Reading, key: Key, name: str, alias: Alias | None, value: str | None, words: _Words) -> None:
+    if value is None:
+        value = _boolean_word(words) if key.type == "boolean" else words.take_value()
+    if value is None:
+        found = f", got the option {words.peek()}" if words.peek() is not None else ""
+        reading.problems.append(Problem(name, "", f"expected a value ({key.expectation}){found}"))
+        return
+    reading.take(key, Written(value), name, spelling=name, alias=alias)
+
+
+def _boolean_word(words: _Words) -> str:
+    """Return the next word where it is the value, or was surely meant as one; a bare option is true."""
+    following = words.peek()
+    if following is None:
+        return "true"
+    folded = following.lower()
+    meant = (*TRUE_WORDS, *FALSE_WORDS, *_MEANT_AS_VALUE)
+    if folded in meant or folded in _MISSPELT or following.startswith(("{", "[")):
+        return words.skip()
+    return "true"
+
+
+def _unknown(name: str) -> Problem:
+    from torchturbo.config.names import nearest
+
+    typed = name[len(FLAG_PREFIX) :]
+    by_stem = {option[len(FLAG_PREFIX) :]: option for option in [*_OPTIONS, _HELP]}
+    names = [by_stem[stem] for stem in nearest(typed, by_stem, limit=2)]
+    remedy = f"did you mean {' or '.join(names)}?" if names else f"{_HELP} lists all options"
+    return Problem(name, "", "unknown option", remedy)
+
+
+class _Words:
+    """The words of a command line with a look ahead."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = [str(word) for word in argv]
+        self._next = 0
+
+    def __iter__(self) -> _Words:
+        return self
+
+    def __next__(self) -> str:
+        if self._next >= len(self._argv):
+            raise StopIteration
+        return self.skip()
+
+    def skip(self) -> str:
+        self._next += 1
+        return self._argv[self._next - 1]
+
+    def peek(self) -> str | None:
+        return self._argv[self._next] if self._next < len(self._argv) else None
+
+    def remaining(self) -> list[str]:
+        rest, self._next = self._argv[self._next :], len(self._argv)
+        return rest
+
+    def next_is_plain(self) -> bool:
+        word = self.peek()
+        return word is not None and (not word.startswith("-") or bool(_NUMBER_LIKE.match(word)))
+
+    def take_value(self) -> str | None:
+        return self.skip() if self.next_is_plain() else None

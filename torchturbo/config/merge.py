@@ -1,0 +1,89 @@
+"""Merge the layers: precedence, provenance, rules between keys, and settings that nothing will read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torchturbo.config.keys import Key, Rule, shown
+from torchturbo.config.layers import Layer, Origin, Reading, Setting
+from torchturbo.errors import Problem
+from torchturbo.generated.keys import KEYS
+from torchturbo.generated.validator import broken_rules
+
+DEFAULT = Origin(Layer.DEFAULT, "")
+
+
+class Merged(NamedTuple):
+    """The effective settings and everything there is to say about them."""
+
+    settings: dict[str, Setting]
+    """Every key of the schema by its path, in the schema's order."""
+    history: dict[str, list[Setting]]
+    """What each layer said of a key, lowest first; keys that no layer set are missing."""
+    problems: list[Problem]
+    warnings: list[Problem]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Effective values by path."""
+        return {path: setting.value for path, setting in self.settings.items()}
+
+
+def merge(readings: Iterable[Reading]) -> Merged:
+    """Return the effective settings of some layers, whatever order they come in."""
+    history: dict[str, list[Setting]] = {}
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    for reading in sorted(readings, key=lambda reading: reading.layer):
+        problems += reading.problems
+        warnings += reading.warnings
+        for path, setting in reading.settings.items():
+            history.setdefault(path, []).append(setting)
+    settings = {
+        path: history[path][-1] if path in history else Setting(path, key.default, DEFAULT)
+        for path, key in KEYS.items()
+    }
+    merged = Merged(settings, history, problems, warnings)
+    values = merged.values
+    problems += [_broken(rule, settings) for rule in broken_rules(values)]
+    warnings += [_idle(setting, values) for setting in settings.values() if _is_idle(setting, values)]
+    return merged
+
+
+def overridden(merged: Merged) -> list[tuple[Setting, Setting]]:
+    """Return what the framework was told and a layer of ours overrode with another value, each with its winner."""
+    pairs = []
+    for path, said in merged.history.items():
+        winner = merged.settings[path]
+        if said[0].origin.layer is Layer.FRAMEWORK and winner.value != said[0].value:
+            pairs.append((said[0], winner))
+    return pairs
+
+
+_FLIPPED: dict[str, str] = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _broken(rule: Rule, settings: Mapping[str, Setting]) -> Problem:
+    """Report a broken rule at the side that was said last, which is the one to look at first."""
+    culprit, other = settings[rule.left], settings[rule.right]
+    op: str = rule.op
+    if other.origin.layer > culprit.origin.layer:
+        culprit, other, op = other, culprit, _FLIPPED[op]
+    message = f"expected {op} {other.path} ({shown(other.value)}, {other.origin}), got {shown(culprit.value)}"
+    return Problem(culprit.origin.place, culprit.path, message, rule.text[0].lower() + rule.text[1:].rstrip("."))
+
+
+def _is_idle(setting: Setting, values: Mapping[str, Any]) -> bool:
+    key = KEYS[setting.path]
+    if setting.origin.layer <= Layer.FRAMEWORK or setting.value in key.idle_silent:
+        return False
+    return any(not condition.holds(values[condition.path]) for condition in key.active_when)
+
+
+def _idle(setting: Setting, values: Mapping[str, Any]) -> Problem:
+    key: Key = KEYS[setting.path]
+    missing = [condition for condition in key.active_when if not condition.holds(values[condition.path])]
+    switch = " and ".join(map(str, missing))
+    now = ", ".join(f"{condition.path} is {shown(values[condition.path])}" for condition in missing)
+    return Problem(setting.origin.place, key.path, f"set but not read ({now})", f"it is read when {switch}")
