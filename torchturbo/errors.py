@@ -12,7 +12,7 @@ class Problem(NamedTuple):
     """One thing that is wrong, as the person who wrote it needs to hear it."""
 
     place: str
-    """Where it stands: ``turbo.yaml:4:12``, ``TORCH_TURBO_GBS``, ``--tt_gbs``; empty where there is no such place."""
+    """Where it stands: ``turbo.yaml:4:12``, the name of a variable, an option; empty where there is no such place."""
     key: str
     """Dotted path of the configuration key, or empty."""
     message: str

@@ -15,7 +15,7 @@ ROOT = "torchturbo"
 
 
 class LogLevel(IntEnum):
-    """Levels of ``--tt_log_level``; the numbers are the standard library's."""
+    """Log levels; the numbers are the standard library's."""
 
     DEBUG = 10
     INFO = 20
