@@ -14,7 +14,7 @@ from datamodel_code_generator.enums import DataModelType
 
 from codegen.source import Schema, Source
 from codegen.templates import HEADER, render
-from torchturbo.config.keys import Key, Section
+from torchturbo.config.keys import Key, Record, Section
 
 ROOT = Path(__file__).parent.parent
 FLAT = "TorchTurboArgs"
@@ -182,17 +182,14 @@ def _module(name: str, subject: str, imports: list[str], parts: list[str]) -> st
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _call(record: Any) -> str:
-    """Return the constructor call of a named tuple, without the fields that have their default."""
-    defaults = record._field_defaults
-    fields = [
-        f"{name}={_literal(value)}" for name, value in record._asdict().items() if defaults.get(name, ...) != value
-    ]
-    return f"{type(record).__name__}({', '.join(fields)})"
+def _call(record: Record) -> str:
+    """Return the constructor call of a record, without the fields that have their default."""
+    given = {name: value for name, value in vars(record).items() if getattr(type(record), name, ...) != value}
+    return f"{type(record).__name__}({', '.join(f'{name}={_literal(value)}' for name, value in given.items())})"
 
 
 def _literal(value: Any) -> str:
-    if hasattr(value, "_fields"):
+    if isinstance(value, Record):
         return _call(value)
     if isinstance(value, tuple):
         return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"

@@ -141,7 +141,11 @@ def _build(schema: Schema) -> Source:
 
     def walk(body: Schema, path: str, depth: int = 0) -> None:
         notes = body["x-torchturbo"]
-        sections.append(Section(path, notes["class"], body["description"], tuple(body["properties"]), notes.get("arg")))
+        names = tuple(body["properties"])
+        section = Section(path=path, class_name=notes["class"], text=body["description"], names=names)
+        if "arg" in notes:
+            section.arg = notes["arg"]
+        sections.append(section)
         if "position" in notes:
             positions[path] = notes["position"]
         for name, child in body["properties"].items():
@@ -208,8 +212,8 @@ def _key(path: str, body: Schema, *, runtime: bool) -> Key:
 
 def _condition(path: str, body: Schema) -> Condition:
     if "minimum" in body:
-        return Condition(path, minimum=body["minimum"])
-    return Condition(path, allowed=tuple(body["enum"]) if "enum" in body else (body["const"],))
+        return Condition(path=path, minimum=body["minimum"])
+    return Condition(path=path, allowed=tuple(body["enum"]) if "enum" in body else (body["const"],))
 
 
 def _contradictions(source: Source) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.config.keys import shown
+from torchturbo.config.merge import idle_paths
 from torchturbo.generated.keys import KEYS
 
 if TYPE_CHECKING:
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def to_dict(config: EngineConfig, *, changed_only: bool = False) -> dict[str, Any]:
-    """Return the keys of a configuration file as nested dictionaries; inputs of the launch are no part of it."""
-    changed = {setting.path for setting in config.changed()}
+    """Return the keys of a configuration file as nested dictionaries.
+
+    Inputs of the launch are no part of it. A key that is idle at its default is left out: it would load back
+    with a warning that nothing reads it.
+    """
     tree: dict[str, Any] = {}
-    for path, key in KEYS.items():
-        if key.runtime or (changed_only and path not in changed):
-            continue
+    for path in _written(config, changed_only):
         *sections, name = path.split(".")
         table = tree
         for section in sections:
@@ -37,6 +39,16 @@ def to_yaml(config: EngineConfig, *, changed_only: bool = False) -> str:
 def to_json(config: EngineConfig, *, changed_only: bool = False) -> str:
     """Return a configuration as the text of a JSON file."""
     return json.dumps(to_dict(config, changed_only=changed_only), indent=2) + "\n"
+
+
+def _written(config: EngineConfig, changed_only: bool) -> list[str]:
+    values = {path: config.get(path) for path in KEYS}
+    idle = idle_paths(values)
+    return [
+        path
+        for path, key in KEYS.items()
+        if not key.runtime and (values[path] != key.default or not (changed_only or path in idle))
+    ]
 
 
 def scalar(value: Any) -> str:

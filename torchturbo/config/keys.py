@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 JsonType = Literal["boolean", "integer", "number", "string", "array"]
 
 
-class Condition(NamedTuple):
+class Record:
+    """A plain record of keyword arguments, whose class attributes are the defaults.
+
+    A NamedTuple or dataclass of this many fields takes longer to define than a whole command line takes to parse,
+    and every rank of a launch would pay for it.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+
+
+class Condition(Record):
     """A value that another key must have for a key to be read."""
 
     path: str
@@ -26,7 +40,7 @@ class Condition(NamedTuple):
         return f"{self.path} is {' or '.join(shown(value) for value in self.allowed)}"
 
 
-class Alias(NamedTuple):
+class Alias(Record):
     """A former spelling of a key, still read with a warning."""
 
     since: str
@@ -36,7 +50,7 @@ class Alias(NamedTuple):
     env: str | None = None
 
 
-class Deprecation(NamedTuple):
+class Deprecation(Record):
     """A key that goes away."""
 
     since: str
@@ -44,7 +58,7 @@ class Deprecation(NamedTuple):
     successor: str | None = None
 
 
-class Rule(NamedTuple):
+class Rule(Record):
     """A relation between two keys that every configuration keeps."""
 
     left: str
@@ -53,7 +67,7 @@ class Rule(NamedTuple):
     text: str
 
 
-class Key(NamedTuple):
+class Key(Record):
     """One configuration key, or one input of a launch (``runtime``)."""
 
     path: str
@@ -109,7 +123,7 @@ class Key(NamedTuple):
         return f"one of {words}, null" if self.choices else f"{words} or null"
 
 
-class Section(NamedTuple):
+class Section(Record):
     """One object of the configuration file."""
 
     path: str

@@ -47,7 +47,8 @@ def merge(readings: Iterable[Reading]) -> Merged:
     merged = Merged(settings, history, problems, warnings)
     values = merged.values
     problems += [_broken(rule, settings) for rule in broken_rules(values)]
-    warnings += [_idle(setting, values) for setting in settings.values() if _is_idle(setting, values)]
+    idle = idle_paths(values)
+    warnings += [_idle(setting, values) for path, setting in settings.items() if path in idle and _was_meant(setting)]
     return merged
 
 
@@ -74,11 +75,18 @@ def _broken(rule: Rule, settings: Mapping[str, Setting]) -> Problem:
     return Problem(culprit.origin.place, culprit.path, message, rule.text[0].lower() + rule.text[1:].rstrip("."))
 
 
-def _is_idle(setting: Setting, values: Mapping[str, Any]) -> bool:
-    key = KEYS[setting.path]
-    if setting.origin.layer <= Layer.FRAMEWORK or setting.value in key.idle_silent:
-        return False
-    return any(not condition.holds(values[condition.path]) for condition in key.active_when)
+def idle_paths(values: Mapping[str, Any]) -> set[str]:
+    """Return the keys that other keys' values keep from being read."""
+    return {
+        path
+        for path, key in KEYS.items()
+        if any(not condition.holds(values[condition.path]) for condition in key.active_when)
+    }
+
+
+def _was_meant(setting: Setting) -> bool:
+    """Return whether somebody set a key with a value that it is worth telling him will not be read."""
+    return setting.origin.layer > Layer.FRAMEWORK and setting.value not in KEYS[setting.path].idle_silent
 
 
 def _idle(setting: Setting, values: Mapping[str, Any]) -> Problem:

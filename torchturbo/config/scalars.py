@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NamedTuple
 
@@ -84,13 +83,16 @@ def normal(key: Key, value: Any) -> Any:
 
 def found(written: Written, value: Any) -> str:
     """Return how an error shows what was written: ``string "four"``, ``integer 0``, ``"fp8"``."""
+    import json  # only where something is wrong
+
     text = shorten(written.text)
+    quoted = json.dumps(text, ensure_ascii=False)
     if not written.in_file:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
-        return json.dumps(text, ensure_ascii=False) if text else "nothing"
+        return quoted if text else "nothing"
     if written.quoted or isinstance(value, str):
-        return f"string {json.dumps(text, ensure_ascii=False)}"
+        return f"string {quoted}"
     return "null" if value is None else f"{json_type(value)} {text}"
 
 

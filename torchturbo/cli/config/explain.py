@@ -1,0 +1,143 @@
+"""``torchturbo config explain KEY``: all there is to know about one key, and what each layer says of it now."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from torchturbo.cli.terminal import BOLD, DIM, YELLOW, columns, paint, wrap
+from torchturbo.config.keys import Key, Section, shown
+from torchturbo.config.layers import Layer, Reading, former_names
+from torchturbo.config.merge import Merged, merge
+from torchturbo.config.names import did_you_mean, nearest
+from torchturbo.config.sources import read_layers
+from torchturbo.engine.pipeline import LIVE_KEYS
+from torchturbo.errors import Problem, fail
+from torchturbo.generated.keys import FLAG_PREFIX, KEYS, SECTIONS
+
+
+def run(options: argparse.Namespace, command_line: Reading) -> int:
+    """Print one key, or the keys of a section; problems of the layers follow on stderr with status 2."""
+    name: str = options.key
+    if name in SECTIONS and name:
+        print(_section(SECTIONS[name]))
+        return 0
+    key = find(name)
+    named = command_line.settings.get("config_path")
+    merged = merge(read_layers(command_line, named.value if named else None))
+    print(_key(key, merged))
+    if merged.problems:
+        fail(merged.problems)
+    return 0
+
+
+def find(name: str) -> Key:
+    """Return the key that a person means by a path, an option, a variable, a field or a former name.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such key; the nearest names are in its text.
+    """
+    flag = name if name.startswith("--") else f"--{name}"
+    for key in KEYS.values():
+        if name in (key.path, key.env, key.arg, key.name) or (
+            key.cli == flag and name.startswith((FLAG_PREFIX, FLAG_PREFIX[2:]))
+        ):
+            return key
+    for kind in ("path", "cli", "env"):
+        former = former_names(KEYS, kind)
+        if name in former:
+            return former[name][0]
+    leaves = [path for path in KEYS if path.rpartition(".")[2] == name]
+    if len(leaves) == 1:
+        return KEYS[leaves[0]]
+    if not leaves and (close := nearest(name, [path.rpartition(".")[2] for path in KEYS])):
+        leaves = [path for path in KEYS if path.rpartition(".")[2] == close[0]]
+    known = [*KEYS, *filter(None, SECTIONS), *(key.cli for key in KEYS.values() if key.cli)]
+    remedy = f"did you mean {' or '.join(leaves)}?" if leaves else did_you_mean(name, known, limit=3)
+    fail([Problem("", "", f"there is no key {name!r}", remedy or "`torchturbo config show` lists them all")])
+
+
+def _section(section: Section) -> str:
+    rows = []
+    for name in section.names:
+        path = f"{section.path}.{name}"
+        item: Key | Section = KEYS[path] if path in KEYS else SECTIONS[path]
+        rows.append((f"  {path}", item.text.partition(". ")[0].rstrip(".")))
+    return "\n".join([paint(section.path, BOLD), wrap(section.text, "  "), "", columns(rows)])
+
+
+def _key(key: Key, merged: Merged) -> str:
+    facts = [("type", _type(key)), ("default", shown(key.default))]
+    if key.nullable:
+        facts.append(("null", key.null))
+    if key.cli:
+        facts.append(("option", f"{key.cli} {key.metavar or ''}".rstrip()))
+    if key.env:
+        facts.append(("variable", key.env))
+    facts.append(("file", _in_file(key)))
+    if key.active_when:
+        facts.append(("read when", " and ".join(map(str, key.active_when))))
+    for alias in key.aliases:
+        old = ", ".join(name for name in (alias.path, alias.cli, alias.env) if name)
+        facts.append(("former name", f"{old}, read until {alias.removal}"))
+    if key.deprecated:
+        facts.append(("deprecated", f"since {key.deprecated.since}, goes away in {key.deprecated.removal}"))
+    facts.append(("since", key.since))
+    parts = [paint(key.path, BOLD), wrap(key.text, "  "), "", columns((f"  {name}", text) for name, text in facts)]
+    if key.choices:
+        rows = zip((f"  {choice}" for choice in key.choices), key.values, strict=True)
+        parts += ["", "  values", columns((f"  {choice}", text) for choice, text in rows)]
+    if key.path not in LIVE_KEYS:
+        parts += ["", paint("  inactive: not available in this version; train refuses other values", YELLOW)]
+    return "\n".join([*parts, "", _layers(key, merged)])
+
+
+def _layers(key: Key, merged: Merged) -> str:
+    """Return what each layer says, the highest first, with the one that holds marked."""
+    said = {setting.origin.layer: setting for setting in merged.history.get(key.path, ())}
+    winner = merged.settings[key.path].origin.layer
+    rows, styles = [], []
+    for layer in sorted(Layer, reverse=True):
+        if layer is Layer.FRAMEWORK:
+            continue  # nobody has told it anything here
+        if layer is Layer.DEFAULT:
+            value, place = shown(key.default), ""
+        elif layer in said:
+            value, place = shown(said[layer].value), said[layer].origin.place
+        else:
+            value, place = "-", _silence(key, layer)
+        mark = ">" if layer is winner else " "
+        rows.append((f"{mark} {layer.label}", value, place))
+        styles.append((BOLD,) if layer is winner else (DIM,))
+    return "\n".join(["  now", columns(rows, styles)])
+
+
+def _silence(key: Key, layer: Layer) -> str:
+    if layer is Layer.ENVIRONMENT and key.env in os.environ and not os.environ[key.env].strip():
+        return f"{key.env} is empty and counts as unset"
+    unreachable = (layer is Layer.ENVIRONMENT and not key.env) or (layer is Layer.COMMAND_LINE and not key.cli)
+    if unreachable or (layer is Layer.FILE and key.runtime):
+        return "cannot set it"
+    return ""
+
+
+def _in_file(key: Key) -> str:
+    """Return how the key is written in a YAML file, on one line."""
+    if key.runtime:
+        return "no: it belongs to one launch"
+    *sections, name = key.path.split(".")
+    text = f"{name}: {shown(key.examples[0])}"
+    for section in reversed(sections):
+        text = f"{section}: {{{text}}}"
+    return text
+
+
+def _type(key: Key) -> str:
+    text = "list of strings" if key.type == "array" else key.type
+    if key.nullable:
+        text += " or null"
+    if key.minimum is not None and key.maximum is not None and key.maximum < 2**31 - 1:
+        return f"{text}, {key.minimum:g} to {key.maximum:g}"
+    return f"{text}, at least {key.minimum:g}" if key.minimum is not None else text

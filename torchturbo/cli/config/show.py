@@ -1,0 +1,50 @@
+"""``torchturbo config show``: every value, the layer that set it, and where it stands."""
+
+from __future__ import annotations
+
+import argparse
+
+from torchturbo.cli.terminal import BOLD, DIM, columns, paint
+from torchturbo.config.dump import to_json, to_yaml
+from torchturbo.config.keys import shown
+from torchturbo.config.layers import Layer, Reading
+from torchturbo.config.merge import Merged, idle_paths, merge
+from torchturbo.config.sources import read_layers
+from torchturbo.engine.config import EngineConfig, config_of
+from torchturbo.engine.pipeline import LIVE_KEYS
+
+
+def run(options: argparse.Namespace, command_line: Reading) -> int:
+    """Print the effective configuration of file, environment and command line."""
+    named = command_line.settings.get("config_path")
+    merged = merge(read_layers(command_line, named.value if named else None))
+    config = config_of(merged)
+    if options.format == "yaml":
+        print(to_yaml(config, changed_only=options.changed), end="")
+    elif options.format == "json":
+        print(to_json(config, changed_only=options.changed), end="")
+    else:
+        print(_table(config, merged, changed_only=options.changed))
+    return 0
+
+
+def _table(config: EngineConfig, merged: Merged, *, changed_only: bool) -> str:
+    changed = {setting.path for setting in config.changed()}
+    idle = idle_paths(merged.values)
+    rows, styles = [("KEY", "VALUE", "LAYER", "PLACE", "NOTE")], [(BOLD,)]
+    for path, setting in merged.settings.items():
+        if changed_only and path not in changed:
+            continue
+        note = "" if path in LIVE_KEYS else "inactive"
+        if path in idle and setting.origin.layer > Layer.DEFAULT:
+            note = f"{note}, idle" if note else "idle"
+        rows.append((path, shown(setting.value), setting.origin.layer.label, setting.origin.place, note))
+        styles.append((BOLD,) if path in changed else (DIM,) if note else ())
+    if len(rows) == 1:
+        return "every key has its default"
+    legend = []
+    if any("inactive" in row[4] for row in rows[1:]):
+        legend.append("inactive: not available in this version; train refuses another value than the default")
+    if any("idle" in row[4] for row in rows[1:]):
+        legend.append("idle: set, but another key keeps it from being read; `config explain KEY` says which")
+    return "\n".join([columns(rows, styles), *(["", *(paint(line, DIM) for line in legend)] if legend else [])])

@@ -1,0 +1,85 @@
+"""``torchturbo config validate FILE...``: check files for people, for programs, and for GitHub's annotations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import NamedTuple
+
+from torchturbo.cli.terminal import GREEN, RED, YELLOW, paint
+from torchturbo.config.file import read_file
+from torchturbo.config.merge import merge
+from torchturbo.errors import Problem
+
+
+class Finding(NamedTuple):
+    """One problem or warning of one file."""
+
+    file: str
+    line: int | None
+    column: int | None
+    key: str
+    severity: str
+    """``error`` or ``warning``."""
+    message: str
+    remedy: str
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check each file on its own and return 1 if one has an error."""
+    findings = {file: _check(file) for file in dict.fromkeys(options.files)}
+    flat = [finding for found in findings.values() for finding in found]
+    if options.format == "json":
+        print(json.dumps([finding._asdict() for finding in flat], indent=2, ensure_ascii=False))
+    elif options.format == "github":
+        for finding in flat:
+            print(_annotation(finding))
+    else:
+        for file, found in findings.items():
+            _print(file, found)
+    return 1 if any(finding.severity == "error" for finding in flat) else 0
+
+
+def _check(file: str) -> list[Finding]:
+    merged = merge([read_file(file)])
+    findings = [
+        *(_finding(file, problem, "error") for problem in merged.problems),
+        *(_finding(file, warning, "warning") for warning in merged.warnings),
+    ]
+    return sorted(findings, key=lambda finding: (finding.line or 0, finding.column or 0))
+
+
+def _finding(file: str, problem: Problem, severity: str) -> Finding:
+    # A broken rule can stand at a default, which has no place.
+    line, _, column = problem.place.removeprefix(f"{file}:").partition(":")
+    position = (int(line), int(column)) if line.isdigit() and column.isdigit() else (None, None)
+    return Finding(file, *position, problem.key, severity, problem.message, problem.remedy)
+
+
+def _text(finding: Finding) -> str:
+    return str(Problem("", finding.key, finding.message, finding.remedy))
+
+
+def _print(file: str, found: list[Finding]) -> None:
+    for finding in found:
+        where = file if finding.line is None else f"{file}:{finding.line}:{finding.column}"
+        word = paint(finding.severity, RED if finding.severity == "error" else YELLOW)
+        print(f"{where}: {word}: {_text(finding)}")
+    errors = sum(finding.severity == "error" for finding in found)
+    if errors:
+        print(f"{file}: {errors} error{'s' if errors > 1 else ''}", file=sys.stdout)
+    else:
+        print(f"{file}: {paint('ok', GREEN)}")
+
+
+def _annotation(finding: Finding) -> str:
+    """Return a workflow command (GitHub Actions, "Workflow commands": data and properties are percent-encoded)."""
+    properties = {"file": finding.file, "line": finding.line, "col": finding.column}
+    listed = ",".join(f"{name}={_encoded(str(value), True)}" for name, value in properties.items() if value is not None)
+    return f"::{finding.severity} {listed}::{_encoded(_text(finding), False)}"
+
+
+def _encoded(text: str, is_property: bool) -> str:
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if is_property else text

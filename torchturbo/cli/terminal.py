@@ -1,0 +1,39 @@
+"""What the commands share in the look of a terminal: colour, width, columns."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from torchturbo.errors import wants_colour
+
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+
+
+def paint(text: str, *styles: str) -> str:
+    """Return a text in a style, where standard output is a terminal that wants colour."""
+    return f"\033[{';'.join(styles)}m{text}\033[0m" if styles and text and wants_colour(sys.stdout) else text
+
+
+def width() -> int:
+    """Return the columns to write into: the terminal's, but no more than people like to read."""
+    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+
+def wrap(text: str, indent: str = "") -> str:
+    """Return a text wrapped to the terminal."""
+    return textwrap.fill(text, width(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def columns(rows: Iterable[Sequence[str]], styles: Iterable[Sequence[str]] = ()) -> str:
+    """Return rows in aligned columns, each row in its own style."""
+    rows = [list(row) for row in rows]
+    styles = [*styles, *([()] * len(rows))][: len(rows)]
+    sizes = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    lines = []
+    for row, style in zip(rows, styles, strict=True):
+        cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
+        lines.append(paint("  ".join(cells).rstrip(), *style))
+    return "\n".join(lines)
