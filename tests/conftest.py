@@ -1,0 +1,25 @@
+"""Test-wide settings: few threads, no network, a clean environment of our own variables."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before torch is imported anywhere: several workers share few cores, and spinning threads starve each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no setting of the person who runs the tests reach them."""
+    from torchturbo.generated.keys import KEYS
+
+    for key in KEYS.values():
+        if key.env:
+            monkeypatch.delenv(key.env, raising=False)
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name, raising=False)

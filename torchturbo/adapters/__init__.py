@@ -1,0 +1,1 @@
+"""Adapters: how the engine gets under a training framework's loop."""

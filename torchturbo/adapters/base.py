@@ -1,0 +1,121 @@
+"""What every adapter does, whatever the framework: configuration, batch plan, second owners, the start-up lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchturbo.config.keys import shown
+from torchturbo.engine import pipeline
+from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.logging import get_logger, set_log_level
+from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_problem
+
+if TYPE_CHECKING:
+    from torchturbo.engine.args import TorchTurboArgs
+    from torchturbo.engine.config import EngineConfig, FrameworkValue
+
+log = get_logger(__name__)
+
+SECOND_OWNERS: Mapping[str, tuple[frozenset[str], str, str]] = {
+    "ACCELERATE_USE_FSDP": (frozenset({"", "false", "0"}), "accelerate would shard the model", "unset it"),
+    "ACCELERATE_USE_DEEPSPEED": (frozenset({"", "false", "0"}), "DeepSpeed would own the optimizer", "unset it"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        frozenset({"", "false", "0"}),
+        "accelerate would split the ranks",
+        "unset it",
+    ),
+    "ACCELERATE_MIXED_PRECISION": (
+        frozenset({"", "no"}),
+        "accelerate would autocast too",
+        "unset it, set mixed_precision",
+    ),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        frozenset({"", "1"}),
+        "accelerate would accumulate too",
+        "unset it, set gbs",
+    ),
+}
+"""Variables by which ``accelerate launch`` switches on a second owner: (harmless values, what would happen, remedy)."""
+
+
+def environment_clashes(environ: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Return a problem for each variable that would put another engine under the same loop."""
+    return [
+        Problem(name, "", f"{environ[name]!r}: {effect}, which TorchTurbo does", remedy)
+        for name, (harmless, effect, remedy) in SECOND_OWNERS.items()
+        if environ.get(name, "").lower() not in harmless
+    ]
+
+
+def build_config(
+    args: TorchTurboArgs | None, framework: Sequence[FrameworkValue], problems: Iterable[Problem] = ()
+) -> EngineConfig:
+    """Merge the layers and refuse what can't run, all problems at once.
+
+    ``problems`` are those the caller has found already; they are reported together with the configuration's own.
+    """
+    from torchturbo.engine.config import build_from_args
+
+    found = list(problems)
+    try:
+        config = build_from_args(args, framework=framework)
+    except ConfigError as error:  # it has printed its own
+        if found:
+            fail(found)
+        raise error
+    found += pipeline.inactive_problems(config)
+    if found:
+        fail(found)
+    return config
+
+
+def apply_log_level(config: EngineConfig) -> None:
+    """Set the level of TorchTurbo's loggers."""
+    set_log_level(config.runtime.log_level)
+
+
+def plan_batch(config: EngineConfig, micro_batch: int, accumulation: int, world_size: int) -> BatchPlan | Problem:
+    """Return the batch of one optimizer step; the framework's accumulation steps hold where no gbs is set."""
+    gbs, sp_size = config.gbs, config.parallel_plan.sp_size
+    if gbs is None:
+        return BatchPlan(micro_batch, accumulation, world_size, sp_size)
+    if problem := batch_problem(gbs, world_size, sp_size, place=config.origin("gbs").place):
+        return problem
+    steps = accumulation_steps(gbs, world_size, sp_size)
+    assert steps is not None  # batch_problem would have said so
+    return BatchPlan(micro_batch, steps, world_size, sp_size)
+
+
+def report_accumulation(config: EngineConfig, plan: BatchPlan, said: int | None, place: str) -> None:
+    """Say once that a value the user gave the framework gives way to the global batch, with both places."""
+    if said is not None and config.gbs is not None and said != plan.accumulation:
+        log.warning_rank0(
+            "%s %d gives way to gbs %d (%s): %d accumulation steps",
+            place,
+            said,
+            config.gbs,
+            config.origin("gbs").place,
+            plan.accumulation,
+        )
+
+
+def describe_backend(config: EngineConfig, world_size: int) -> str:
+    """Return the log line about the distributed backend: what is set, and what this version runs."""
+    if world_size == 1:
+        return f"backend {config.backend}: one process, nothing to distribute"
+    return f"backend {config.backend}: this version runs DistributedDataParallel on {world_size} ranks"
+
+
+def settings_lines(config: EngineConfig) -> list[str]:
+    """Return a line for each setting that somebody made, with its place."""
+    return [f"{path} = {shown(value)}  ({origin.place})" for path, value, origin in config.changed()]
+
+
+def announce(config: EngineConfig, plan: BatchPlan) -> None:
+    """Log once what is in force: the settings somebody made and where, the batch, the backend."""
+    for line in settings_lines(config):
+        log.info_rank0("%s", line)
+    log.info_rank0("batch: %s", plan)
+    log.info_rank0("%s", describe_backend(config, plan.world_size))

@@ -1,0 +1,109 @@
+"""TrainingArguments as a configuration layer: what the user said, what the engine takes over, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchturbo.errors import Problem
+
+if TYPE_CHECKING:
+    from torchturbo.engine.config import FrameworkValue
+
+PRECISION = "mixed_precision"
+CHECKPOINTING = "activation_checkpointing"
+CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
+"""Transformers' newer and older name of the same switch; each has a twin that ends in ``_kwargs``."""
+
+CLASHES: Mapping[str, tuple[str, str]] = {
+    "fp16": ("loss scaling for fp16 has no place in the engine", "use bf16, or fp32"),
+    "fp16_full_eval": ("the engine keeps one number format in training and evaluation", "remove it"),
+    "bf16_full_eval": (
+        "it would cast the fp32 parameters that training needs",
+        "remove it: evaluation autocasts as training does",
+    ),
+    "deepspeed": ("DeepSpeed is another engine under the same loop", "remove it"),
+    "fsdp": ("FSDP by accelerate is another engine under the same loop", "remove it"),
+    "parallelism_config": ("accelerate's parallelism is another engine under the same loop", "remove it"),
+}
+"""Training arguments that would be a second owner of what the engine does: (reason, remedy)."""
+
+
+def said_values(args: Any) -> dict[str, Any]:
+    """Return the values of a TrainingArguments that differ from its class's defaults: what the user said.
+
+    A default that is given explicitly can't be told from one that is not; it has the same effect.
+    """
+    said = {}
+    for field in dataclasses.fields(args):
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(args, field.name, default)
+        # `None` switches are resolved to False when the arguments are made; that says nothing either.
+        if value != default and not (default is None and value is False):
+            said[field.name] = value
+    return said
+
+
+def place(name: str, typed: bool) -> str:
+    """Return where a training argument was said: on the command line, or in the user's own code."""
+    return f"--{name}" if typed else f"TrainingArguments.{name}"
+
+
+def framework_values(said: Mapping[str, Any], *, typed: bool = False) -> list[FrameworkValue]:
+    """Return the configuration keys that the user set through the framework."""
+    from torchturbo.engine.config import FrameworkValue
+
+    values = []
+    if "bf16" in said:
+        values.append(FrameworkValue(PRECISION, "bf16" if said["bf16"] else "fp32", place("bf16", typed)))
+    for name in reversed(CHECKPOINTING_NAMES):
+        if isinstance(said.get(name), bool):
+            values.append(FrameworkValue(f"{CHECKPOINTING}.enabled", said[name], place(name, typed)))
+        kwargs = said.get(f"{name}_kwargs")
+        if isinstance(kwargs, Mapping) and isinstance(kwargs.get("use_reentrant"), bool):
+            values.append(
+                FrameworkValue(
+                    f"{CHECKPOINTING}.use_reentrant", kwargs["use_reentrant"], place(f"{name}_kwargs", typed)
+                )
+            )
+    # Both names mirror each other in newer versions: the last of equal paths wins, once.
+    return list({value.path: value for value in values}.values())
+
+
+def clashes(said: Mapping[str, Any], *, gbs_set: bool, typed: bool = False) -> list[Problem]:
+    """Return a problem for each said value that would be a second owner."""
+    problems = [
+        Problem(place(name, typed), "", reason, remedy) for name, (reason, remedy) in CLASHES.items() if said.get(name)
+    ]
+    for name in CHECKPOINTING_NAMES:
+        kwargs = said.get(f"{name}_kwargs")
+        if isinstance(kwargs, Mapping) and (others := sorted(kwargs.keys() - {"use_reentrant"})):
+            where = place(f"{name}_kwargs", typed)
+            problems.append(Problem(where, "", f"the engine has no {', '.join(others)}", "give use_reentrant alone"))
+            break  # the older name mirrors the newer one
+    accumulation = getattr(said.get("accelerator_config"), "gradient_accumulation_kwargs", None) or {}
+    if gbs_set and "num_steps" in accumulation:
+        where = place("accelerator_config", typed)
+        problems.append(Problem(where, "", "gradient_accumulation_kwargs.num_steps would replace gbs", "remove it"))
+    return problems
+
+
+def taken_over(args: Any, accumulation: int) -> Any:
+    """Return a copy of the training arguments in which the engine is the one owner of what it does.
+
+    A copy, because a second trainer made from the user's own object must find what the user said in it.
+    """
+    args = copy.copy(args)
+    args.bf16 = False
+    args.mixed_precision = "no"
+    for name in CHECKPOINTING_NAMES:
+        if hasattr(args, name):
+            setattr(args, name, False)
+    args.gradient_accumulation_steps = accumulation
+    if args.data_seed is None:
+        # accelerate shuffles by the rank's torch seed where there is no data seed; a script that seeds each rank
+        # differently would then show the ranks overlapping samples.
+        args.data_seed = args.seed
+    return args

@@ -1,0 +1,231 @@
+"""The engine under Hugging Face's Trainer: :class:`TurboTrainer`, and :func:`turbo` for any subclass of Trainer.
+
+Both read :func:`torchturbo.engine.args.get_torchturbo_args`, or a configuration given as ``turbo_config``. Methods of
+Trainer that are overridden exist in transformers 5.6 and 5.24; tests/adapters holds their signatures.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from torchturbo.adapters import base
+from torchturbo.adapters.hf_arguments import clashes, framework_values, place, said_values, taken_over
+from torchturbo.checkpoint.files import publish_folder, staging_folder
+from torchturbo.checkpoint.record import run_facts, write_record
+from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_problems
+from torchturbo.engine.args import get_torchturbo_args
+from torchturbo.engine.engine import Context, Engine
+from torchturbo.errors import Problem, fail
+from torchturbo.generated.keys import KEYS
+from torchturbo.logging import get_logger
+from torchturbo.parallel.batch import BatchPlan
+from torchturbo.runtime import current_runtime
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from torchturbo.engine.config import EngineConfig
+
+log = get_logger(__name__)
+
+
+class TurboMixin:
+    """Puts the engine under the Trainer class that follows it in the method order."""
+
+    turbo: Engine
+    """The engine, from the first line of Trainer's constructor on."""
+    turbo_plan: BatchPlan
+    """What one optimizer step consists of."""
+    turbo_facts: Mapping[str, Any] = {}
+    """What a resumed run must share with this one beyond its training arguments, by name."""
+
+    if TYPE_CHECKING:  # Trainer's own attributes, which its constructor sets
+        args: Any
+        model: Any
+        state: Any
+        compute_loss_func: Any
+        label_smoother: Any
+
+    def __init__(self, *args: Any, turbo_config: EngineConfig | None = None, **kwargs: Any) -> None:
+        self._turbo_config = turbo_config
+        self._staged: Path | None = None
+        super().__init__(*args, **kwargs)
+        self._settle_loss_owner()
+
+    # Trainer's constructor calls this first, with `self.args` and `self.model` set and nothing derived from them yet.
+    # It is the one place that any subclass passes, whatever arguments its own constructor has.
+    def create_accelerator_and_postprocess(self) -> None:
+        """Start the engine, then let Trainer make its accelerator from arguments that the engine has taken over."""
+        if not hasattr(self, "turbo"):
+            self._start_engine()
+            if self.model is not None:
+                self.turbo.prepare(self.model)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Prepare each model that the user's own function makes."""
+        return self.turbo.prepare(super().call_model_init(trial))  # type: ignore[misc]
+
+    def _start_engine(self) -> None:
+        args = self.args
+        said = said_values(args)
+        config = self._turbo_config or self._build_config(said)
+        base.apply_log_level(config)
+        plan = base.plan_batch(
+            config, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+        )
+        if isinstance(plan, Problem):
+            fail([plan])
+        where = place("gradient_accumulation_steps", typed=False)
+        base.report_accumulation(config, plan, said.get("gradient_accumulation_steps"), where)
+        self._one_device_a_process()
+        self.args = taken_over(args, plan.accumulation)
+        context = Context(current_runtime(use_cpu=args.use_cpu), args.world_size, args.process_index)
+        self.turbo, self.turbo_plan = Engine(config, context), plan
+        if self._turbo_config is None:
+            base.announce(config, plan)
+
+    def _build_config(self, said: Mapping[str, Any]) -> EngineConfig:
+        args = get_torchturbo_args()
+        problems = base.environment_clashes() + clashes(said, gbs_set=getattr(args, "gbs", None) is not None)
+        return base.build_config(args, framework_values(said), problems)
+
+    def _one_device_a_process(self) -> None:
+        """Keep Trainer from wrapping the model in DataParallel where one process sees several devices."""
+        if self.args.n_gpu > 1:
+            log.warning_rank0(
+                "%d devices, one process: training on one of them (use torchrun --nproc_per_node %d for all)",
+                self.args.n_gpu,
+                self.args.n_gpu,
+            )
+            self.args._n_gpu = 1
+
+    # ---- losses ----
+
+    def _settle_loss_owner(self) -> None:
+        """Leave the scaling of losses to one owner: the normaliser, or Trainer where the user brought an own loss."""
+        context = self.turbo.context
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            context.normaliser = None
+        if context.normaliser is not None:
+            self.args.average_tokens_across_devices = False  # Trainer would multiply by the ranks a second time
+            self.loss_is_scaled_for_ga = True
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | int | None:
+        normaliser = self.turbo.context.normaliser
+        if normaliser is None:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc, no-any-return]
+        return normaliser.open_window(batch_samples, device)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss with the normaliser in force."""
+        with self.turbo.normalised():
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        """Autocast as the configuration says, in training and evaluation."""
+        with super().compute_loss_context_manager(), self.turbo.autocast():  # type: ignore[misc]
+            yield
+
+    # ---- checkpoints ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; a checkpoint to resume from is compared with this run first."""
+        if resume_from_checkpoint:
+            where = "resume_from_checkpoint"
+            folder = find_checkpoint(resume_from_checkpoint, Path(self.args.output_dir), where)
+            if isinstance(folder, Problem):
+                fail([folder])
+            self._compare_with(folder)
+            resume_from_checkpoint = str(folder)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _compare_with(self, folder: Path) -> None:
+        if not has_record(folder):
+            log.warning_rank0("%s does not say how it was made: resuming without comparing", folder)
+            return
+        problems, allowed = resume_problems(folder, self.turbo.config, self.turbo_run(), resume_flag())
+        if problems:
+            fail(problems)
+        for name in allowed:
+            log.warning_rank0("resuming with another %s than the checkpoint's, as allowed", name)
+
+    def turbo_run(self) -> dict[str, Any]:
+        """Return the facts of this run that its record holds."""
+        return run_facts(self.args, self.turbo.context.world_size, self.turbo_facts)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return super()._get_output_dir(trial) if self._staged is None else str(self._staged)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Write a checkpoint beside its place and rename it when it is whole, on every rank's behalf.
+
+        Trainer asks :meth:`_get_output_dir` where to write, so it writes into the staging folder; what it derives
+        from that folder (the best checkpoint's path, the rotation) is put right afterwards.
+        """
+        if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        staged = staging_folder(run_dir)
+        self._staged = staged
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        except BaseException:
+            shutil.rmtree(staged / name, ignore_errors=True)
+            raise
+        finally:
+            self._staged = None
+        self._correct_best(staged, run_dir)
+        _barrier()
+        if self.args.should_save:
+            self._publish(staged / name, run_dir / name)
+        _barrier()
+
+    def _correct_best(self, staged: Path, run_dir: Path) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == staged:
+            self.state.best_model_checkpoint = str(run_dir / Path(best).name)
+
+    def _publish(self, staged: Path, folder: Path) -> None:
+        self.state.save_to_json(str(staged / "trainer_state.json"))
+        write_record(staged, self.turbo.config, self.turbo_run(), self.state.global_step)
+        publish_folder(staged, folder)
+        rotate_checkpoints(
+            output_dir=str(folder.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _barrier() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+@functools.cache
+def resume_flag() -> str:
+    """Return the option that allows a difference on resume."""
+    return str(KEYS["resume_allow"].cli)
+
+
+@functools.cache
+def turbo(trainer_class: type) -> type:
+    """Return a subclass of a Trainer class with the engine underneath: ``turbo(SFTTrainer)(model=..., args=...)``."""
+    return type(f"Turbo{trainer_class.__name__}", (TurboMixin, trainer_class), {"__doc__": trainer_class.__doc__})
+
+
+class TurboTrainer(TurboMixin, Trainer):  # type: ignore[misc]
+    """Hugging Face's Trainer with the engine underneath."""

@@ -1,0 +1,55 @@
+"""Files and folders that appear whole or not at all: written beside their place and renamed into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+STAGING = ".torchturbo-saving"
+"""Folder inside output_dir that holds what is being written; whatever lies there is no checkpoint yet."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file as a whole (UTF-8)."""
+    write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Let a function write a file under a temporary name of the same suffix, then put it in its place."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def staging_folder(output_dir: Path) -> Path:
+    """Return the folder in which checkpoints are written before they are renamed."""
+    return output_dir / STAGING
+
+
+def publish_folder(staged: Path, place: Path) -> None:
+    """Rename a finished folder into its place; a folder of that name gives way."""
+    if place.exists():
+        outgoing = staged.parent / f"{place.name}.replaced"
+        shutil.rmtree(outgoing, ignore_errors=True)
+        os.replace(place, outgoing)
+        os.replace(staged, place)
+        shutil.rmtree(outgoing, ignore_errors=True)
+    else:
+        os.replace(staged, place)
+
+
+def publish_files(staged: Path, folder: Path) -> None:
+    """Move every file of a finished folder into another one; the model's configuration, which names it, goes last."""
+    for source in sorted(staged.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+        os.replace(source, folder / source.name)
+    staged.rmdir()
+
+
+def clear_staging(output_dir: Path) -> None:
+    """Remove what an interrupted run left unfinished."""
+    shutil.rmtree(staging_folder(output_dir), ignore_errors=True)

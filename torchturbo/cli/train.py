@@ -1,0 +1,83 @@
+"""``torchturbo train``: exit statuses, interrupts and errors around a training run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from torchturbo.errors import ConfigError, is_first_local_rank, wants_colour
+
+DEBUG = "TORCHTURBO_DEBUG"
+LIBRARIES = ("torch", "transformers", "accelerate")
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+def run(argv: list[str]) -> int:
+    """Train as the command line says.
+
+    Returns
+    -------
+    int
+        0 after a finished run, 2 for bad input (every problem printed), 130 after Ctrl-C, 1 for anything else.
+
+    """
+    if _asks_for_help(argv):
+        return _help()
+    try:
+        from torchturbo.train.commandline import read_command  # light: its own problems come before torch is imported
+
+        command = read_command(argv)
+        from torchturbo.train.run import run_command
+
+        run_command(command)
+    except ConfigError as error:
+        return int(error.code or 0)
+    except ModuleNotFoundError as error:
+        if error.name not in LIBRARIES:
+            raise
+        print(f"error: {error.name} is not installed; pip install 'torchturbo[train]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if is_first_local_rank():
+            print("\ninterrupted; the last checkpoint is as it was", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        _report(error)
+        return 1
+    _leave_group()
+    return 0
+
+
+def _asks_for_help(argv: list[str]) -> bool:
+    return any(word in ("-h", "--help") for word in (argv[: argv.index("--")] if "--" in argv else argv))
+
+
+def _help() -> int:
+    from torchturbo.engine.args import help_text
+    from torchturbo.train.arguments import framework_help
+
+    print(framework_help())
+    print(help_text(), end="")
+    return 0
+
+
+def _report(error: Exception) -> None:
+    """Print an unexpected error on one line, on the rank that met it; the traceback is for developers."""
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        traceback.print_exception(error)
+    rank = os.environ.get("RANK", "")
+    where = f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    prefix = "\033[1;31merror:\033[0m" if wants_colour(sys.stderr) else "error:"
+    message = " ".join(str(error).split())
+    print(f"{prefix} {where}{type(error).__name__}: {message}", file=sys.stderr)
+    if os.environ.get(DEBUG, "") in ("", "0"):
+        print(f"set {DEBUG}=1 to see where it happened", file=sys.stderr)
+
+
+def _leave_group() -> None:
+    """Close the process group; some backends warn at exit about one that is open."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,11 @@
+"""Finding the Transformers model inside what a trainer holds."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the Transformers model inside a PEFT model, or the model itself."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model

@@ -1,0 +1,72 @@
+"""The order in which the engine works on a model, as data, and which configuration key each step consumes.
+
+Add a step: a function ``(model, config, context)`` in a module of its own under ``torchturbo/engine/steps/``, and one
+row below in its place of the order freeze, extra heads, ops, losses, sequence, experts, activation checkpointing,
+shard, prefetch, optimizer. A key that no row claims is refused by :func:`refuse_inactive` when it is set.
+This module imports neither torch nor transformers: ``config show`` reads it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchturbo.errors import Problem
+
+if TYPE_CHECKING:
+    from torchturbo.engine.config import EngineConfig
+
+
+class Step(NamedTuple):
+    """One step, or one place of the launch, and the keys that it alone consumes."""
+
+    name: str
+    function: str
+    """``package.module:function``, imported when it is run."""
+    keys: tuple[str, ...] = ()
+    """Dotted paths of the configuration keys it reads (runtime inputs by their bare name)."""
+
+    def load(self) -> Any:
+        """Import and return the function."""
+        module, _, name = self.function.partition(":")
+        return getattr(import_module(module), name)
+
+
+STEPS: tuple[Step, ...] = (
+    Step("determinism", "torchturbo.engine.steps.determinism:apply", ("use_deterministic_algorithms",)),
+    Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
+    Step("losses", "torchturbo.engine.steps.losses:apply"),
+    Step(
+        "activation checkpointing",
+        "torchturbo.engine.steps.activation_checkpointing:apply",
+        ("activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"),
+    ),
+)
+"""What is done to a model, in this order."""
+
+LAUNCH: tuple[Step, ...] = (
+    Step("configuration", "torchturbo.engine.config:build_from_args", ("config_path",)),
+    Step("logging", "torchturbo.adapters.base:apply_log_level", ("log_level",)),
+    Step("batch", "torchturbo.adapters.base:plan_batch", ("gbs",)),
+    Step("backend", "torchturbo.adapters.base:describe_backend", ("backend",)),
+    Step("resume", "torchturbo.checkpoint.resume:allowed_changes", ("resume_allow",)),
+)
+"""What consumes a key before or beside the model."""
+
+LIVE_KEYS: frozenset[str] = frozenset(key for step in (*STEPS, *LAUNCH) for key in step.keys)
+"""Every key that does something in this version."""
+
+
+def apply(model: Any, config: EngineConfig, context: Any) -> None:
+    """Run every step on a model, in order."""
+    for step in STEPS:
+        step.load()(model, config, context)
+
+
+def inactive_problems(config: EngineConfig) -> list[Problem]:
+    """Return a problem for each key that is set to another value than its default and does nothing yet."""
+    return [
+        Problem(origin.place, path, "not available in this version", "remove it; the default is in force")
+        for path, _, origin in config.changed()
+        if path not in LIVE_KEYS
+    ]

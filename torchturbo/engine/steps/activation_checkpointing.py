@@ -1,0 +1,65 @@
+"""Step: activation checkpointing. The layers' activations are recomputed in backward instead of kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from torchturbo.engine.model import base_model
+from torchturbo.errors import Problem, fail
+from torchturbo.logging import get_logger
+
+if TYPE_CHECKING:
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.engine.engine import Context
+
+KEY = "activation_checkpointing.enabled"
+log = get_logger(__name__)
+
+
+def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
+    """Turn checkpointing on or off in the model itself; the framework's own switch is off by then.
+
+    A model that has none is an error where someone asked for it, and one warning where only the default did.
+    """
+    section = config.activation_checkpointing
+    base = base_model(model)
+    if not section.enabled:
+        _switch(base, "disable")
+        return
+    if not getattr(base, "supports_gradient_checkpointing", False):
+        _refuse_or_warn(base, config)
+        return
+    _switch(base, "enable", {"use_reentrant": section.use_reentrant})
+    if (model_config := getattr(base, "config", None)) is not None:
+        model_config.use_cache = False  # a key-value cache would be filled twice, by forward and by recompute
+    if section.use_reentrant and not _inputs_require_grad(base):
+        # Reentrant checkpointing runs backward only through inputs that require grad; a frozen embedding's do not.
+        base.enable_input_require_grads()  # type: ignore[operator]
+
+
+def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -> None:
+    """Call Transformers' method under its newer name where it has one (the older one warns there)."""
+    for prefix in ("activation", "gradient"):
+        method = getattr(base, f"{prefix}_checkpointing_{verb}", None)
+        if method is None:
+            continue
+        if kwargs is not None:
+            method(kwargs)
+        elif getattr(base, "supports_gradient_checkpointing", False):
+            method()
+        return
+
+
+def _inputs_require_grad(base: nn.Module) -> bool:
+    embeddings = base.get_input_embeddings()  # type: ignore[operator]
+    return any(parameter.requires_grad for parameter in embeddings.parameters())
+
+
+def _refuse_or_warn(base: nn.Module, config: EngineConfig) -> None:
+    origin = config.origin(KEY)
+    name = type(base).__name__
+    if origin.layer > 0:
+        fail([Problem(origin.place, KEY, f"{name} does not support activation checkpointing", "set it to false")])
+    log.warning_rank0("%s does not support activation checkpointing: training without it (%s)", name, KEY)

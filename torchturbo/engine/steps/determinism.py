@@ -1,0 +1,26 @@
+"""Step: deterministic algorithms, torch's strict mode plus what the device runtime needs in the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.engine.engine import Context
+
+
+def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
+    """Switch torch to deterministic algorithms; an operation that has none then raises instead of warning.
+
+    The mode is the process's, so a run without the key leaves it as it finds it. The variables must be set before
+    the device library's first call, hence this step is the first; a value the user chose is kept.
+    """
+    if not config.use_deterministic_algorithms:
+        return
+    for name, value in context.runtime.deterministic_environment().items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,1 @@
+"""Training objectives and the one normaliser that scales all of them."""

@@ -1,0 +1,130 @@
+"""The one normaliser: every loss term is scaled here, by its own weight over all ranks and the accumulation window.
+
+``loss_rank = R * numerator_rank / denominator_global``: the numerator is a sum over this rank's own tokens, the
+denominator the number of valid tokens of the whole window on all ranks, and R the number of ranks whose gradients
+are averaged afterwards (DistributedDataParallel averages, so R is its group; a backend that sums has R = 1). The sum
+over micro-batches and the mean over ranks are then the gradient of the mean over all tokens, however unevenly
+they are spread. A mean per micro-batch is not: https://github.com/huggingface/transformers/pull/34191.
+
+Terms that are no sum over tokens (a router's auxiliary loss) are means over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+
+
+def valid_targets(batch: Mapping[str, Any]) -> int:
+    """Return how many targets of a micro-batch count in a causal language model's loss.
+
+    ``labels`` [B, T] predict the next token, so column 0 is never a target; ``shift_labels`` [B, T] are shifted already.
+    """
+    if isinstance(shifted := batch.get("shift_labels"), Tensor):
+        return int(shifted.ne(IGNORE_INDEX).sum())
+    if isinstance(labels := batch.get("labels"), Tensor):
+        return int(labels[..., 1:].ne(IGNORE_INDEX).sum())
+    return 0
+
+
+def scale(numerator: Tensor, denominator: Tensor, ranks: int) -> Tensor:
+    """Return ``R * numerator / denominator``; a window without any target has loss 0, not NaN."""
+    return numerator * (ranks / denominator.clamp(min=1))
+
+
+class Normaliser:
+    """Scales the losses of one model; the trainer opens a window per optimizer step.
+
+    Parameters
+    ----------
+    ranks
+        R: the number of ranks whose gradients are averaged.
+    group
+        Their process group; None is the default group.
+
+    """
+
+    def __init__(self, ranks: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.ranks = ranks
+        self.group = group
+        self.denominator = torch.ones((), dtype=torch.float32)
+        self.micro_batches = 1
+        self._active = False
+        self._main: Tensor | None = None  # the scaled cross-entropy of the forward under way
+        self._handed: Tensor | None = None  # what the model got back for it, and may add its own terms to
+        self._handed_version = 0
+
+    def open_window(self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
+        """Count the targets of a rank's micro-batches, sum them over all ranks, and keep that as the denominator.
+
+        The sum is a collective: every rank calls this once per window, also one without a target or a batch.
+        Returns the global count, a float32 scalar.
+        """
+        count = torch.tensor(sum(map(valid_targets, micro_batches)), dtype=torch.int64, device=device)
+        if self.ranks > 1:
+            dist.all_reduce(count, group=self.group)
+        self.denominator = count.to(torch.float32)
+        self.micro_batches = max(1, len(micro_batches))
+        return self.denominator
+
+    def token_term(self, numerator: Tensor) -> Tensor:
+        """Scale a sum over this rank's tokens, a scalar."""
+        return scale(numerator, self.denominator.to(numerator.device), self.ranks)
+
+    def mean_term(self, value: Tensor) -> Tensor:
+        """Scale a term that is a mean over micro-batches and ranks, a scalar; averaging the gradients does the ranks."""
+        return value / self.micro_batches
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Normalise the model's losses inside this block; outside it the model computes what it always did."""
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+            self._main = self._handed = None
+
+    def install(self, model: nn.Module, base: nn.Module) -> None:
+        """Put the normaliser between a model and its loss function.
+
+        ``base`` is the Transformers model that calls ``self.loss_function``; ``model`` the module that is called
+        (another one where PEFT wraps it, since PEFT calls ``base.forward`` past its hooks).
+        """
+        base.loss_function = self._wrap(base.loss_function)  # type: ignore[assignment, arg-type]
+        model.register_forward_hook(self._after_forward)
+
+    def _wrap(self, cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def normalised(*args: Any, **kwargs: Any) -> Tensor:
+            if not self._active:
+                return cross_entropy(*args, **kwargs)
+            # Dividing by one item instead of the default mean gives the plain sum: the numerator.
+            self._main = self.token_term(cross_entropy(*args, **{**kwargs, "num_items_in_batch": 1}))
+            # A copy, because models add their own terms in place (`loss += coefficient * aux_loss`).
+            self._handed = self._main.clone()
+            self._handed_version = self._handed._version
+            return self._handed
+
+        return normalised
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Scale what the model added to the cross-entropy: its auxiliary loss is a mean, not a sum over tokens."""
+        if not self._active or self._main is None or self._handed is None:
+            return None
+        main, handed = self._main, self._handed
+        self._main = self._handed = None
+        loss = output["loss"] if isinstance(output, Mapping) else output[0]
+        if loss is handed and loss._version == self._handed_version:
+            return None
+        loss = main + self.mean_term(loss - main)
+        if isinstance(output, Mapping):
+            output["loss"] = loss  # type: ignore[index]
+            return output
+        return (loss, *output[1:])

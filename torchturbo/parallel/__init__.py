@@ -1,0 +1,1 @@
+"""How work is divided over ranks: batch arithmetic and agreement between ranks."""

@@ -1,0 +1,1 @@
+"""``torchturbo train``: fine-tuning a causal language model on local files with Hugging Face's Trainer and the engine."""

@@ -1,0 +1,223 @@
+"""The framework's side of the command line: model, data and TrainingArguments, with every problem found at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from torchturbo.errors import ConfigError, Problem
+from torchturbo.generated.keys import KEYS
+
+
+@dataclass
+class ModelArguments:
+    """Which model is trained."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Model folder, or a name on the Hub."})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer folder or name, where it is not the model's."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a model on the Hub."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model code that the model's own repository brings."}
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Attention implementation, such as sdpa, eager or flash_attention_2."}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Jinja file that replaces the tokenizer's own chat template."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """What the model is trained on."""
+
+    dataset: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Training files: .jsonl or .json rows (messages, instruction, prompt, text), or .txt."},
+    )
+    eval_dataset: list[str] = field(default_factory=list, metadata={"help": "Evaluation files of the same kinds."})
+    cutoff_len: int = field(default=2048, metadata={"help": "Longest sequence in tokens; longer rows are cut."})
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Put several rows into one sequence of cutoff_len tokens; no row attends to another."},
+    )
+    train_on_prompt: bool = field(
+        default=False, metadata={"help": "Compute the loss on the prompt too, not on the answers alone."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove the checkpoints of an earlier run in output_dir first."}
+    )
+
+
+class Parsed(NamedTuple):
+    """The framework's side of the command line."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: dict[str, Any]
+    """Values for TrainingArguments, as typed; the object itself is made once nothing is wrong (it opens the ranks)."""
+
+
+OWN_DEFAULTS: dict[str, Any] = {
+    "logging_steps": 0.01,  # a share of all steps: a curve of up to a hundred points, however long the run
+    "disable_tqdm": True,  # the command draws its own progress line
+}
+"""Defaults of this command that differ from TrainingArguments' own; what is typed wins."""
+
+REMEDIES: dict[str, str] = {
+    "evaluation_strategy": "it is --eval_strategy now",
+    "warmup_ratio": "use --warmup_steps with a number below 1: the share of all steps",
+    "overwrite_output_dir": "use --overwrite_output_dir true",
+    "torch_dtype": "remove it: trainable parameters are fp32; choose the number format with mixed_precision",
+    "dataset_dir": "give each file's path to --dataset",
+    "stage": "remove it: this command does supervised fine-tuning and training on text, by the kind of the rows",
+    "finetuning_type": "remove it: all parameters are trained",
+    "template": "remove it: the tokenizer's own chat template is used (--chat_template FILE replaces it)",
+    "flash_attn": "use --attn_implementation",
+    "val_size": "give a file to --eval_dataset",
+}
+"""What to do about options that people know from other versions and programs."""
+
+
+class _ArgumentError(Exception):
+    """What argparse found, without its exit."""
+
+
+class FrameworkParser(HfArgumentParser):  # type: ignore[misc]
+    """Reads only what is typed, refuses abbreviations, and reports instead of exiting."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            (ModelArguments, DataArguments, TrainingArguments),
+            prog="torchturbo train",
+            allow_abbrev=False,
+            add_help=False,
+            exit_on_error=False,
+        )
+
+    def error(self, message: str) -> Any:
+        """Raise instead of printing the usage of two hundred options."""
+        raise _ArgumentError(message)
+
+
+def parse_framework(argv: list[str]) -> Parsed:
+    """Read the framework's arguments.
+
+    Raises :class:`ConfigError` with every problem, unprinted: the caller has more to check first.
+    """
+    parser = FrameworkParser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # only what is typed enters the namespace: said is said
+    typed, rest, problems = _parse_all(parser, argv)
+    problems += _unknown(parser, rest)
+    parts = [_fields(kind, typed) for kind in (ModelArguments, DataArguments, TrainingArguments)]
+    model, data = ModelArguments(**parts[0]), DataArguments(**parts[1])
+    training = OWN_DEFAULTS | parts[2]
+    broken = {problem.place for problem in problems}
+    for name, value in (
+        ("model_name_or_path", model.model_name_or_path),
+        ("dataset", data.dataset),
+        ("output_dir", training.get("output_dir")),
+    ):
+        if not value and f"--{name}" not in broken:
+            problems.append(Problem(f"--{name}", "", "required, but not given"))
+    if data.cutoff_len < 2:
+        problems.append(Problem("--cutoff_len", "", f"expected at least 2 tokens, got {data.cutoff_len}"))
+    if problems:
+        raise ConfigError(problems)
+    return Parsed(model, data, training)
+
+
+def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> TrainingArguments:
+    """Make TrainingArguments, which also joins the process group under torchrun.
+
+    What it refuses becomes a :class:`ConfigError`, unprinted.
+    """
+    values = dict(values)
+    if not accelerator:
+        values.setdefault("dataloader_pin_memory", False)  # pinning needs a device; torch warns without one
+    # The trainer lets DDP look for unused parameters unless told otherwise; a text model has none, and looking costs.
+    values.setdefault("ddp_find_unused_parameters", False)
+    try:
+        return TrainingArguments(**values)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError([Problem("", "", _one_line(error))]) from error
+
+
+def framework_help() -> str:
+    """Return the help of every framework option."""
+    parser = FrameworkParser()
+    parser.set_defaults(**OWN_DEFAULTS)
+    return str(parser.format_help())
+
+
+def _parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """Parse, taking each option out that argparse stumbles over, until nothing is left to stumble over."""
+    problems: list[Problem] = []
+    argv = list(argv)
+    while True:
+        try:
+            namespace, rest = parser.parse_known_args(argv)
+            return vars(namespace), rest, problems
+        except argparse.ArgumentError as error:
+            options = (error.argument_name or "").split("/")
+            problems.append(Problem(options[0], "", _one_line(error.message)))
+            shorter = _without(argv, options)
+            if len(shorter) == len(argv):
+                return {}, [], problems
+            argv = shorter
+        except _ArgumentError as error:
+            problems.append(Problem("", "", _one_line(error)))
+            return {}, [], problems
+
+
+def _without(argv: list[str], options: list[str]) -> list[str]:
+    """Return the command line without an option and the words that follow it."""
+    kept, dropping = [], False
+    for word in argv:
+        if word.startswith("-"):
+            dropping = word.partition("=")[0] in options
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def _unknown(parser: FrameworkParser, rest: list[str]) -> list[Problem]:
+    """Return a problem for each option nobody knows, and for each word no option takes."""
+    known = [
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if "_" in option or "-" not in option[2:]
+    ]
+    problems, after_option = [], False
+    for word in rest:
+        if word.startswith("-") and word != "--":
+            after_option = True
+            name = word.partition("=")[0]
+            near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known, n=2, cutoff=0.7)
+            remedy = REMEDIES.get(name.lstrip("-"), "")
+            if not remedy and near:
+                remedy = f"did you mean {' or '.join(near)}?"
+            problems.append(Problem(name, "", "unknown argument", remedy))
+        elif word != "--" and not after_option:
+            remedy = ""
+            if word.endswith((".yaml", ".yml", ".json")):
+                remedy = f"a TorchTurbo configuration is given with {KEYS['config_path'].cli}, rows with --dataset"
+            problems.append(Problem(word, "", "unexpected argument", remedy))
+    return problems
+
+
+def _fields(kind: type, typed: dict[str, Any]) -> dict[str, Any]:
+    return {part.name: typed[part.name] for part in dataclasses.fields(kind) if part.name in typed}
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

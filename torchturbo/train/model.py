@@ -1,0 +1,136 @@
+"""The model and its tokenizer: what can be known before the weights are read, and then the weights."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from torchturbo.errors import ConfigError, Problem
+from torchturbo.train.arguments import ModelArguments
+
+PLACE = "--model_name_or_path"
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def folder_problem(name: str) -> Problem | None:
+    """Return what keeps a local folder from being a model; None for a name that can only be the Hub's."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return missing_folder(name, PLACE)
+    if not path.is_dir():
+        return Problem(PLACE, "", f"{path} is a file, expected the folder of a model", f"use {path.parent}")
+    config = path / "config.json"
+    if not config.is_file():
+        inside = sorted(str(found.parent) for found in path.glob("*/config.json"))
+        remedy = f"use {inside[-1]}" if inside else "a model folder is what save_pretrained writes"
+        return Problem(PLACE, "", f"{path} is no model: no config.json in it", remedy)
+    try:
+        model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        return Problem(str(config), "", f"can't be read as JSON: {error}")
+    if not model_type:
+        return Problem(str(config), "", "names no model_type")
+    if not any(True for pattern in WEIGHTS for _ in path.glob(pattern)):
+        return Problem(
+            PLACE, "", f"{path} holds no weights (*.safetensors)", "was the download or the save interrupted?"
+        )
+    return None
+
+
+def missing_folder(name: str, place: str) -> Problem | None:
+    """Return a problem for a path that does not exist; None for what exists or can be a name on the Hub.
+
+    Names there are ``name`` or ``owner/name``.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not (name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or name.endswith("/")):
+        return None
+    folder = path.parent
+    siblings = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    return Problem(place, "", f"there is no folder {path}", f"did you mean {folder / near[0]}?" if near else "")
+
+
+def load_config(arguments: ModelArguments) -> Any:
+    """Return the model's configuration; raises :class:`ConfigError` for what is no causal language model."""
+    name = _required(arguments)
+    try:
+        config = AutoConfig.from_pretrained(
+            name, revision=arguments.model_revision, trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError([_hub_problem(PLACE, name, error)]) from error
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in auto_map:
+        raise ConfigError([Problem(PLACE, "", f"{name}: {config.model_type} is no causal language model")])
+    return config
+
+
+def load_tokenizer(arguments: ModelArguments) -> Any:
+    """Return the tokenizer, with the user's chat template where one is given."""
+    name = arguments.tokenizer_name or _required(arguments)
+    place = "--tokenizer_name" if arguments.tokenizer_name else PLACE
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=arguments.model_revision, trust_remote_code=arguments.trust_remote_code
+        )
+    except Exception as error:  # tokenizers raises its own types, and plain Exception for a broken file
+        raise ConfigError([_hub_problem(place, name, error, "tokenizer")]) from error
+    problems = []
+    if arguments.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(arguments.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(Problem("--chat_template", "", f"{arguments.chat_template} can't be read: {_short(error)}"))
+    if not getattr(tokenizer, "is_fast", False):
+        problems.append(Problem(place, "", f"{name} has no fast tokenizer, and the prompt is masked by its offsets"))
+    if problems:
+        raise ConfigError(problems)
+    return tokenizer
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """Return the token that fills a micro-batch up; which one does not matter, since it is masked everywhere."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def load_model(arguments: ModelArguments, config: Any) -> Any:
+    """Read the weights, in fp32: trainable parameters are held so whatever the checkpoint's format."""
+    kwargs: dict[str, Any] = {"config": config, "dtype": torch.float32, "revision": arguments.model_revision}
+    if arguments.attn_implementation is not None:
+        kwargs["attn_implementation"] = arguments.attn_implementation
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            _required(arguments), trust_remote_code=arguments.trust_remote_code, **kwargs
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
+
+
+def _required(arguments: ModelArguments) -> str:
+    assert arguments.model_name_or_path is not None  # parse_framework refuses a command line without it
+    path = Path(arguments.model_name_or_path).expanduser()
+    return str(path) if path.exists() else arguments.model_name_or_path
+
+
+def _hub_problem(place: str, name: str, error: Exception, what: str = "model") -> Problem:
+    """Return why something could not be loaded, without the trace of the network calls below it."""
+    if Path(name).exists():
+        return Problem(place, "", f"{name}: no usable {what}: {_short(error)}")
+    near = difflib.get_close_matches(name, [entry.name for entry in Path().iterdir() if entry.is_dir()], n=1)
+    remedy = f"did you mean the folder {near[0]}?" if near else "give a local folder, or check the name and the network"
+    return Problem(place, "", f"{name} is no local folder, and the Hub did not give it: {_short(error)}", remedy)
+
+
+def _short(error: Exception) -> str:
+    """Return the first sentence of an error; Transformers' go on for a paragraph."""
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(str(text).split())[:200] or type(error).__name__

@@ -1,0 +1,202 @@
+"""Everything about a run that is known before a weight is read: files, folders, rows, batch, resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from torchturbo.adapters import base
+from torchturbo.adapters.hf_trainer import resume_flag
+from torchturbo.checkpoint.record import run_facts
+from torchturbo.checkpoint.resume import checkpoints, find_checkpoint, resume_problems
+from torchturbo.engine.config import EngineConfig
+from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.parallel.agree import together
+from torchturbo.parallel.batch import BatchPlan
+from torchturbo.runtime import Runtime, current_runtime
+from torchturbo.train.arguments import DataArguments, ModelArguments, make_training_arguments
+from torchturbo.train.batches import pack
+from torchturbo.train.commandline import Command
+from torchturbo.train.examples import Encoder, Example, Examples, Tally
+from torchturbo.train.model import folder_problem, load_config, load_tokenizer, missing_folder
+from torchturbo.train.rows import Row, SourceFile, read_files
+
+
+@dataclass
+class Job:
+    """One run, ready for its model."""
+
+    config: EngineConfig
+    model_arguments: ModelArguments
+    data: DataArguments
+    training: TrainingArguments
+    runtime: Runtime
+    plan: BatchPlan
+    tokenizer: Any = None
+    model_config: Any = None
+    train_set: Examples | None = None
+    eval_set: Examples | None = None
+    tally: Tally = field(default_factory=Tally)
+    files: list[SourceFile] = field(default_factory=list)
+    resume: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def output_dir(self) -> Path:
+        """Return the folder the run writes to."""
+        return Path(str(self.training.output_dir))
+
+
+def prepare(command: Command) -> Job:
+    """Check and read everything but the weights; every rank stops together, with all that is wrong at that point."""
+    parsed, config = command.parsed, command.config
+    base.apply_log_level(config)
+    values = _with_evaluation(parsed.training, parsed.data)
+    runtime = current_runtime(use_cpu=bool(values.get("use_cpu")))
+    try:
+        training = make_training_arguments(values, accelerator=runtime.device_type != "cpu")
+    except ConfigError as error:
+        fail(error.problems)
+    with together("checking the run"):
+        job, rows, eval_rows = _check(parsed.model, parsed.data, training, config, runtime)
+    base.report_accumulation(config, job.plan, command.accumulation, "--gradient_accumulation_steps")
+    with together("reading the tokenizer"):
+        job.tokenizer, job.model_config = load_tokenizer(job.model_arguments), load_config(job.model_arguments)
+    with together("reading the dataset"):
+        _encode(job, rows, eval_rows)
+    with together("comparing with the checkpoint"):
+        _compare(job)
+    return job
+
+
+def _with_evaluation(training: dict[str, Any], data: DataArguments) -> dict[str, Any]:
+    """Evaluate once an epoch where there is something to evaluate on and nobody said when."""
+    return {"eval_strategy": "epoch", **training} if data.eval_dataset else training
+
+
+def _check(
+    model: ModelArguments, data: DataArguments, training: TrainingArguments, config: EngineConfig, runtime: Runtime
+) -> tuple[Job, list[Row], list[Row]]:
+    problems = [problem for problem in [folder_problem(str(model.model_name_or_path))] if problem]
+    if model.tokenizer_name is not None and (problem := missing_folder(model.tokenizer_name, "--tokenizer_name")):
+        problems.append(problem)
+    rows, files, bad = read_files(data.dataset, "--dataset")
+    eval_rows, _, eval_bad = read_files(data.eval_dataset, "--eval_dataset")
+    problems += bad + eval_bad
+    output_dir = Path(str(training.output_dir))
+    resume = None
+    if training.resume_from_checkpoint and training.resume_from_checkpoint.lower() != "false":
+        found = find_checkpoint(training.resume_from_checkpoint, output_dir, "--resume_from_checkpoint")
+        problems += [found] if isinstance(found, Problem) else []
+        resume = None if isinstance(found, Problem) else found
+    problems += output_problems(output_dir, data.overwrite_output_dir or training.resume_from_checkpoint is not None)
+    if training.eval_strategy != "no" and not data.eval_dataset:
+        problems.append(Problem("--eval_strategy", "", "there is nothing to evaluate on", "give --eval_dataset"))
+    if config.mixed_precision == "bf16" and not runtime.supports_bf16():
+        where = config.origin("mixed_precision").place
+        problems.append(
+            Problem(where, "mixed_precision", f"{runtime.device_name()} does not compute in bf16", "use fp32")
+        )
+    plan = base.plan_batch(
+        config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
+    )
+    if isinstance(plan, Problem):
+        problems.append(plan)
+    if problems or isinstance(plan, Problem):
+        raise ConfigError(problems)
+    return Job(config, model, data, training, runtime, plan, files=files, resume=resume), rows, eval_rows
+
+
+def output_problems(folder: Path, may_hold_checkpoints: bool) -> list[Problem]:
+    """Return what keeps a run from writing to a folder."""
+    place = "--output_dir"
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return [Problem(place, "", f"{nearest} is a file, expected a folder")]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [Problem(place, "", f"{nearest} can't be written to")]
+    if not may_hold_checkpoints and (old := checkpoints(folder)):
+        message = f"{folder} holds {old[-1].name} of an earlier run"
+        return [
+            Problem(
+                place,
+                "",
+                message,
+                "go on with --resume_from_checkpoint true, or use another folder, or --overwrite_output_dir true",
+            )
+        ]
+    return []
+
+
+def _encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
+    _need_template(job.tokenizer, [*rows, *eval_rows])
+    encoder = Encoder(job.tokenizer, cutoff_len=job.data.cutoff_len, train_on_prompt=job.data.train_on_prompt)
+    examples, job.tally = encoder.encode_all(rows)
+    eval_examples, eval_tally = encoder.encode_all(eval_rows)
+    problems = [*job.tally.problems, *eval_tally.problems]
+    for place, kept, read in (("--dataset", examples, rows), ("--eval_dataset", eval_examples, eval_rows)):
+        if read and not kept and not problems:
+            remedy = "raise --cutoff_len, or use --train_on_prompt true"
+            problems.append(Problem(place, "", f"none of its {len(read)} rows holds a token to train on", remedy))
+    problems += _vocabulary_problems(job, [*examples, *eval_examples])
+    if problems:
+        raise ConfigError(problems)
+    if job.data.packing:
+        examples, eval_examples = pack(examples, job.data.cutoff_len), pack(eval_examples, job.data.cutoff_len)
+    job.train_set = Examples(examples)
+    job.eval_set = Examples(eval_examples) if eval_examples else None
+
+
+def _need_template(tokenizer: Any, rows: Sequence[Row]) -> None:
+    chat = next((row for row in rows if row.kind == "chat"), None)
+    if chat is not None and not tokenizer.chat_template:
+        message = "is a conversation, but the model's tokenizer has no chat template"
+        raise ConfigError(
+            [Problem(chat.place, "", message, "give --chat_template FILE, or rows with prompt and completion")]
+        )
+
+
+def _vocabulary_problems(job: Job, examples: Sequence[Example]) -> list[Problem]:
+    size = vocabulary(job.model_config)
+    largest = max((max(example["input_ids"]) for example in examples), default=0)
+    if size is None or largest < size:
+        return []
+    place = "--tokenizer_name" if job.model_arguments.tokenizer_name else "--model_name_or_path"
+    return [
+        Problem(
+            place, "", f"the tokenizer makes token {largest}, the model has {size}", "they belong to different models"
+        )
+    ]
+
+
+def vocabulary(model_config: Any) -> int | None:
+    """Return the number of tokens a model has embeddings for, or None where its configuration does not say."""
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _compare(job: Job) -> None:
+    extra = {
+        "dataset": [{"name": file.path.name, "sha256": file.sha256, "rows": file.rows} for file in job.files],
+        "dataset_tokens": job.tally.tokens,
+        "cutoff_len": job.data.cutoff_len,
+        "packing": job.data.packing,
+        "train_on_prompt": job.data.train_on_prompt,
+    }
+    job.facts = extra
+    if job.resume is None:
+        return
+    said = run_facts(job.training, job.plan.world_size, extra)
+    # What the trainer's arguments will hold once the engine has taken them over.
+    said |= {"gradient_accumulation_steps": job.plan.accumulation, "data_seed": said["data_seed"] or said["seed"]}
+    problems, _ = resume_problems(job.resume, job.config, said, resume_flag())
+    if problems:
+        raise ConfigError(problems)

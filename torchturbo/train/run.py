@@ -1,0 +1,230 @@
+"""One training run from its command line to its last line: ``torchturbo train``, and :func:`train` for programs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback
+
+from torchturbo.adapters import base
+from torchturbo.adapters.hf_trainer import TurboTrainer
+from torchturbo.checkpoint.files import clear_staging, publish_files, staging_folder
+from torchturbo.checkpoint.record import CONFIG_NAME, write_record
+from torchturbo.checkpoint.resume import checkpoints
+from torchturbo.engine.config import EngineConfig
+from torchturbo.engine.engine import restored_determinism
+from torchturbo.errors import ConfigError, Problem
+from torchturbo.generated.keys import KEYS
+from torchturbo.logging import get_logger
+from torchturbo.parallel.agree import together
+from torchturbo.train.batches import Collator, packing_leak
+from torchturbo.train.commandline import Command, read_command
+from torchturbo.train.console import Progress, duration, library_bars
+from torchturbo.train.curve import NAME as CURVE_NAME
+from torchturbo.train.curve import loss_points, write_curve
+from torchturbo.train.model import load_model, pad_token_id
+from torchturbo.train.prepare import Job, prepare, vocabulary
+
+MOST_LEAK = 1e-3
+"""Relative change of the logits that rounding explains; attention across documents changes them by far more."""
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left."""
+
+    output_dir: Path
+    log_history: list[dict[str, Any]] = field(repr=False)
+    final_loss: float | None
+    """The last logged training loss."""
+    steps: int
+    seconds: float
+    config: EngineConfig = field(repr=False)
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    curve: Path | None
+    trainer: Any = field(repr=False)
+
+
+def train(argv: Sequence[str], *, callbacks: Sequence[Any] = (), quiet: bool = False) -> TrainResult:
+    """Fine-tune a model as ``torchturbo train`` does.
+
+    Parameters
+    ----------
+    argv
+        The command line after ``torchturbo train``.
+    callbacks
+        Transformers' callbacks, added to the trainer's own.
+    quiet
+        Whether the caller draws the console: no start lines, progress and summary then.
+
+    Raises
+    ------
+    ConfigError
+        With everything that is wrong before the weights are read; its lines are printed.
+
+    """
+    return run_command(read_command(argv), callbacks=callbacks, quiet=quiet)
+
+
+def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool = False) -> TrainResult:
+    """Train as a command line says that has been read; see :func:`train`."""
+    say: Callable[..., None] = _nothing if quiet else log.info_rank0
+    job = prepare(command)
+    _announce(job, say)
+    with restored_determinism(), library_bars(shown=False):
+        with together("loading the model"), library_bars(shown=not quiet and sys.stderr.isatty()):
+            model = load_model(job.model_arguments, job.model_config)
+        progress = Progress()
+        trainer = make_trainer(job, model, [*([] if quiet else [progress]), *callbacks])
+        say("model: %s, %s", type(model).__name__, _parameters(model))
+        with together("checking the model"):
+            _check_packing(job, trainer.model)
+        _clear_output(job)
+        started = time.monotonic()
+        try:
+            trainer.train(str(job.resume) if job.resume else None)
+        finally:
+            progress.close()
+            curve = _draw(job, trainer)
+        seconds = time.monotonic() - started
+        _save(job, trainer)
+    result = _result(job, trainer, seconds, curve)
+    _summarise(result, say)
+    return result
+
+
+def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer:
+    """Return the trainer of a prepared run."""
+    trainer = TurboTrainer(
+        model=model,
+        args=job.training,
+        train_dataset=job.train_set,
+        eval_dataset=job.eval_set,
+        processing_class=job.tokenizer,
+        data_collator=Collator(pad_token_id(job.tokenizer)),
+        callbacks=list(callbacks),
+        turbo_config=job.config,
+    )
+    trainer.turbo_facts = job.facts
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _check_packing(job: Job, model: Any) -> None:
+    if not job.data.packing:
+        return
+    leak = packing_leak(model, vocabulary(job.model_config) or 16)
+    if leak > MOST_LEAK:
+        message = f"{type(model).__name__} lets packed rows see each other (logits move by {leak:.1%})"
+        raise ConfigError(
+            [Problem("--packing", "", message, "train it without packing, or with --attn_implementation sdpa")]
+        )
+
+
+def _clear_output(job: Job) -> None:
+    """Make room, now that everything is known to be right."""
+    if job.training.should_save:
+        clear_staging(job.output_dir)
+        if job.data.overwrite_output_dir and job.resume is None:
+            for folder in checkpoints(job.output_dir):
+                shutil.rmtree(folder)
+
+
+def _draw(job: Job, trainer: TurboTrainer) -> Path | None:
+    """Draw the curve of what was trained, after an interrupt too."""
+    if not job.training.should_save:
+        return None
+    name = Path(str(job.model_arguments.model_name_or_path)).name
+    return write_curve(trainer.state.log_history, job.output_dir / CURVE_NAME, f"Training loss of {name}")
+
+
+def _save(job: Job, trainer: TurboTrainer) -> None:
+    """Write the final model, its tokenizer and the record, each file whole."""
+    staged = staging_folder(job.output_dir) / "final"
+    trainer.save_model(str(staged), _internal_call=True)
+    if job.training.should_save:
+        publish_files(staged, job.output_dir)
+        write_record(job.output_dir, job.config, trainer.turbo_run(), trainer.state.global_step)
+        clear_staging(job.output_dir)
+    if job.training.push_to_hub:
+        trainer.push_to_hub()
+
+
+def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None) -> TrainResult:
+    points = loss_points(trainer.state.log_history)
+    model = trainer.model
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            break
+    model.config.use_cache = True
+    return TrainResult(
+        output_dir=job.output_dir,
+        log_history=trainer.state.log_history,
+        final_loss=points[-1][1] if points else None,
+        steps=trainer.state.global_step,
+        seconds=seconds,
+        config=job.config,
+        model=model.eval(),
+        tokenizer=job.tokenizer,
+        curve=curve,
+        trainer=trainer,
+    )
+
+
+def _announce(job: Job, say: Callable[..., None]) -> None:
+    """Say what is about to happen, before the weights are read."""
+    for line in base.settings_lines(job.config):
+        say("%s", line)
+    tally = job.tally
+    say("data: %s rows, %s tokens, %s of them targets", f"{tally.rows:,}", f"{tally.tokens:,}", f"{tally.targets:,}")
+    if job.data.packing and job.train_set is not None:
+        say("packing: %s sequences of up to %d tokens", f"{len(job.train_set):,}", job.data.cutoff_len)
+    if tally.cut:
+        log.warning_rank0(
+            "%d of %d rows are longer than cutoff_len %d and were cut", tally.cut, tally.rows, job.data.cutoff_len
+        )
+    if tally.without_target:
+        log.warning_rank0("%d of %d rows hold no token to train on and were left out", tally.without_target, tally.rows)
+    say("device: %s", job.runtime.device_name())
+    say("batch: %s, %d steps", job.plan, _steps(job))
+    say("%s", base.describe_backend(job.config, job.plan.world_size))
+    if job.resume is not None:
+        say("resuming from %s", job.resume)
+
+
+def _steps(job: Job) -> int:
+    if job.training.max_steps > 0:
+        return int(job.training.max_steps)
+    assert job.train_set is not None
+    return job.plan.steps(
+        len(job.train_set), job.training.num_train_epochs, drop_last=job.training.dataloader_drop_last
+    )
+
+
+def _parameters(model: torch.nn.Module) -> str:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{total:,} parameters" + ("" if trainable == total else f", {trainable:,} of them trained")
+
+
+def _summarise(result: TrainResult, say: Callable[..., None]) -> None:
+    loss = "no loss was logged" if result.final_loss is None else f"final loss {result.final_loss:.4f}"
+    say("done: %d steps in %s, %s", result.steps, duration(result.seconds), loss)
+    say("model: %s", result.output_dir)
+    if result.curve is not None:
+        say("loss curve: %s", result.curve)
+    say("its settings: torchturbo config show %s %s", KEYS["config_path"].cli, result.output_dir / CONFIG_NAME)
+
+
+def _nothing(*args: object) -> None:
+    """Say nothing."""
