@@ -48,7 +48,7 @@ def with_torch(session: nox.Session, *groups: str) -> str:
 @nox.session
 def codegen(session: nox.Session) -> None:
     """Write generated/ from the schema; with `-- --check`, show the drift instead and fail."""
-    session.install(*group("codegen"))
+    session.install(*group("codegen"), *PYPROJECT["project"]["dependencies"])
     session.run("python", "-m", "codegen", *session.posargs)
 
 

@@ -115,7 +115,7 @@ def _layers(key: Key, merged: Merged) -> str:
 
 
 def _silence(key: Key, layer: Layer) -> str:
-    if layer is Layer.ENVIRONMENT and key.env in os.environ and not os.environ[key.env].strip():
+    if layer is Layer.ENVIRONMENT and key.env and not os.environ.get(key.env, "unset").strip():
         return f"{key.env} is empty and counts as unset"
     unreachable = (layer is Layer.ENVIRONMENT and not key.env) or (layer is Layer.COMMAND_LINE and not key.cli)
     if unreachable or (layer is Layer.FILE and key.runtime):
@@ -135,7 +135,7 @@ def _in_file(key: Key) -> str:
 
 
 def _type(key: Key) -> str:
-    text = "list of strings" if key.type == "array" else key.type
+    text: str = "list of strings" if key.type == "array" else key.type
     if key.nullable:
         text += " or null"
     if key.minimum is not None and key.maximum is not None and key.maximum < 2**31 - 1:

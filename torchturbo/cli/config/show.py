@@ -31,7 +31,8 @@ def run(options: argparse.Namespace, command_line: Reading) -> int:
 def _table(config: EngineConfig, merged: Merged, *, changed_only: bool) -> str:
     changed = {setting.path for setting in config.changed()}
     idle = idle_paths(merged.values)
-    rows, styles = [("KEY", "VALUE", "LAYER", "PLACE", "NOTE")], [(BOLD,)]
+    rows = [("KEY", "VALUE", "LAYER", "PLACE", "NOTE")]
+    styles: list[tuple[str, ...]] = [(BOLD,)]
     for path, setting in merged.settings.items():
         if changed_only and path not in changed:
             continue

@@ -53,8 +53,9 @@ def _check(file: str) -> list[Finding]:
 def _finding(file: str, problem: Problem, severity: str) -> Finding:
     # A broken rule can stand at a default, which has no place.
     line, _, column = problem.place.removeprefix(f"{file}:").partition(":")
-    position = (int(line), int(column)) if line.isdigit() and column.isdigit() else (None, None)
-    return Finding(file, *position, problem.key, severity, problem.message, problem.remedy)
+    known = line.isdigit() and column.isdigit()
+    position = (int(line), int(column)) if known else (None, None)
+    return Finding(file, position[0], position[1], problem.key, severity, problem.message, problem.remedy)
 
 
 def _text(finding: Finding) -> str:
