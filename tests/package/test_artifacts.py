@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import subprocess
 import sys
@@ -71,10 +72,13 @@ def wheel_contents(path: Path) -> dict[str, bytes]:
 
 
 def sdist_names(path: Path) -> set[str]:
-    """Return the files of the sdist without their first folder; links would be copies, so there are none."""
+    """Return the files of the sdist without its first folder; a link counts if it leads to one of them."""
     with tarfile.open(path) as archive:
-        assert not [member.name for member in archive if member.issym() or member.islnk()]
-        return {member.name.partition("/")[2] for member in archive if member.isfile()}
+        members = {member.name.partition("/")[2]: member for member in archive if not member.isdir()}
+    links = {name: member.linkname for name, member in members.items() if member.issym() or member.islnk()}
+    for name, target in links.items():
+        assert posixpath.normpath(posixpath.join(posixpath.dirname(name), target)) in members, f"{name} -> {target}"
+    return set(members)
 
 
 def run(command: list[str | Path], cwd: Path, code: int = 0) -> str:
