@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from codegen import documents, editor, python, surface
 from codegen.source import Source
+from torchturbo.cli.parser import SHELLS
 
 ROOT = Path(__file__).parent.parent
 GENERATED = Path("generated")
@@ -22,8 +24,7 @@ OUTPUTS: dict[str, Callable[[Source], str]] = {
     "help.txt": documents.help_text,
     "docs/reference.md": documents.reference,
     "docs/environment.md": documents.environment,
-    "completion/torchturbo.bash": surface.bash_completion,
-    "completion/torchturbo.zsh": surface.zsh_completion,
+    **{f"completion/torchturbo.{shell}": partial(surface.completion, shell=shell) for shell in SHELLS},
     "surface.json": surface.listing,
 }
 

@@ -68,16 +68,7 @@ def _section(section: Section) -> dict[str, Any]:
     }
 
 
-def bash_completion(source: Source) -> str:
-    """Return the completion script of bash."""
-    return _completion(source, "bash")
-
-
-def zsh_completion(source: Source) -> str:
-    """Return the completion script of zsh."""
-    return _completion(source, "zsh")
-
-
-def _completion(source: Source, shell: str) -> str:
+def completion(source: Source, shell: str) -> str:
+    """Return the completion script of a shell."""
     script: str = shtab.complete(build_parser(source.keys, source.help_flag, list_options=True), shell=shell)
     return "\n".join(line.rstrip() for line in script.splitlines()) + "\n"

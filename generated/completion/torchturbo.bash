@@ -103,7 +103,7 @@ _shtab_torchturbo_config_explain___tt_profiling_choices=(true false)
 _shtab_torchturbo_config_explain___tt_log_level_choices=(DEBUG INFO WARNING ERROR)
 _shtab_torchturbo_config_validate___format_choices=(text json github)
 _shtab_torchturbo_config_pos_0_choices=(show explain validate init schema)
-_shtab_torchturbo_completion_pos_0_choices=(bash zsh)
+_shtab_torchturbo_completion_pos_0_choices=(bash zsh fish)
 _shtab_torchturbo_pos_0_choices=(train quickstart config completion)
 
 _shtab_torchturbo_train__h_nargs=0

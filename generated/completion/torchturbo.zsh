@@ -39,7 +39,7 @@ _shtab_torchturbo_defaults_added=0
 
 _shtab_torchturbo_completion_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  ":shell:(bash zsh)"
+  ":shell:(bash zsh fish)"
 )
 
 # guard to ensure default positional specs are added only once per session

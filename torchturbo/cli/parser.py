@@ -11,8 +11,8 @@ from torchturbo.config.keys import Key
 if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it
 
-SHELLS = ("bash", "zsh")
-FILE = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+SHELLS = ("bash", "zsh", "fish")
+FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path)"}
 """shtab's completion of a file name in each shell."""
 
 
