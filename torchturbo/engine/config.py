@@ -107,26 +107,26 @@ def config_of(merged: Merged) -> EngineConfig:
     """
     if merged.problems:
         fail(merged.problems)
-    logger = get_logger()
-    for warning in merged.warnings:
-        logger.warning_rank0("%s", warning)
     replaced = overridden(merged)
-    for said, winner in replaced:
-        logger.warning_rank0(
-            "%s: %s asked the framework for %s; %s sets %s, which holds",
-            said.path,
-            said.origin.place,
-            shown(said.value),
-            winner.origin,
-            shown(winner.value),
-        )
     runtime, sections = _sorted_values(merged)
+    if runtime["log_level"] <= LogLevel.WARNING:  # what this launch asked for; the logger's own level is set later
+        _warn(merged, replaced)
     return EngineConfig(
         **sections,
         runtime=RuntimeArgs(**runtime),
         provenance=merged.settings,
         overridden=tuple(FrameworkValue(said.path, said.value, said.origin.place) for said, _ in replaced),
     )
+
+
+def _warn(merged: Merged, replaced: Sequence[tuple[Setting, Setting]]) -> None:
+    logger = get_logger()
+    for warning in merged.warnings:
+        logger.warning_rank0("%s", warning)
+    for said, winner in replaced:
+        asked, sets = shown(said.value), shown(winner.value)
+        text = "%s: %s asked the framework for %s; %s sets %s, which holds"
+        logger.warning_rank0(text, said.path, said.origin.place, asked, winner.origin, sets)
 
 
 def _sorted_values(merged: Merged) -> tuple[dict[str, Any], dict[str, Any]]:
