@@ -19,13 +19,13 @@ def loss_points(log_history: Sequence[Mapping[str, Any]], key: str = "loss") -> 
     return sorted((int(entry["step"]), float(entry[key])) for entry in log_history if key in entry and "step" in entry)
 
 
-def smoothed(points: Points, weight: float = 0.8) -> Points:
-    """Return the exponential moving average of a curve, corrected for its start (as Adam's moments are)."""
-    average, norm, result = 0.0, 0.0, []
-    for step, value in points:
-        average = weight * average + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        result.append((step, average / norm))
+def smoothed(points: Points) -> Points:
+    """Return the centred moving mean over about a tenth of a curve: no lag, and the ends use what is there."""
+    half = max(1, len(points) // 20)
+    result = []
+    for at, (step, _) in enumerate(points):
+        near = [value for _, value in points[max(0, at - half) : at + half + 1]]
+        result.append((step, sum(near) / len(near)))
     return result
 
 
@@ -44,11 +44,11 @@ def write_curve(log_history: Sequence[Mapping[str, Any]], path: Path, title: str
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    few = len(points) < 30
+    few = len(points) < 20
     axes.plot(
         *zip(*points, strict=True), color="#93b4d6", linewidth=1, marker="o" if few else "", markersize=3, label="loss"
     )
-    if len(points) > 4:
+    if not few:
         axes.plot(*zip(*smoothed(points), strict=True), color="#1f4e8c", linewidth=2, label="loss, smoothed")
     if evaluated:
         axes.plot(
