@@ -1,0 +1,171 @@
+"""The pipeline as data: its order, no dead keys, and the refusal of keys that do nothing yet."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from torchturbo.adapters import base
+from torchturbo.checkpoint.resume import allowed_changes
+from torchturbo.engine.args import TorchTurboArgs, parse_torchturbo_args
+from torchturbo.engine.config import EngineConfig, build_from_args
+from torchturbo.engine.engine import Context
+from torchturbo.engine.pipeline import LAUNCH, LIVE_KEYS, STEPS, inactive_problems
+from torchturbo.generated.keys import KEYS, SECTIONS
+
+
+class Recorder:
+    """Stands for a configuration and notes the dotted path of every leaf that is read."""
+
+    def __init__(self, target: Any, seen: set[str], prefix: str = "") -> None:
+        self._target, self._seen, self._prefix = target, seen, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        path = f"{self._prefix}{name}"
+        if name == "runtime":
+            return Recorder(value, self._seen)
+        if path in SECTIONS and path:
+            return Recorder(value, self._seen, f"{path}.")
+        if path in KEYS:
+            self._seen.add(path)
+        return value
+
+    def get(self, path: str) -> Any:
+        self._seen.add(path)
+        return self._target.get(path)
+
+
+def config(*words: str) -> EngineConfig:
+    return build_from_args(parse_torchturbo_args(words)[0])
+
+
+def test_the_order_is_the_design() -> None:
+    """Losses come before checkpointing, formats before both, determinism before everything that computes."""
+    assert [step.name for step in STEPS] == ["determinism", "precision", "losses", "activation checkpointing"]
+
+
+def test_the_table_imports_no_torch() -> None:
+    """`config show` reads it at every launch."""
+    code = "import sys, torchturbo.engine.pipeline; print('torch' in sys.modules or 'transformers' in sys.modules)"
+
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=Path.cwd()).strip() == "False"
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step.keys], ids=lambda step: step.name)
+def test_a_step_reads_every_key_it_claims(step: Any) -> None:
+    """No dead keys: a leaf that a step claims and does not read fails here."""
+    seen: set[str] = set()
+
+    step.load()(tiny.model(), Recorder(config(), seen), Context())
+
+    assert set(step.keys) <= seen
+
+
+def test_the_launch_reads_every_key_it_claims(tmp_path: Path) -> None:
+    """The same for what is consumed beside the model; the file's path is read from the arguments."""
+    seen: set[str] = set()
+    recorded: Any = Recorder(config("--tt_gbs", "2"), seen)
+    calls = {
+        "configuration": lambda function: function(Recorder(TorchTurboArgs(), seen)),
+        "logging": lambda function: function(recorded),
+        "batch": lambda function: function(recorded, 1, 1, 2),
+        "backend": lambda function: function(recorded, 2),
+        "resume": lambda function: function(recorded),
+    }
+    assert calls.keys() == {step.name for step in LAUNCH}
+    for step in LAUNCH:
+        seen.clear()
+        calls[step.name](step.load())
+        assert set(step.keys) <= seen, step.name
+
+
+def test_every_claim_is_a_key_and_no_key_is_claimed_twice() -> None:
+    """A typo in a claim would switch the refusal off for nothing."""
+    claims = [key for step in (*STEPS, *LAUNCH) for key in step.keys]
+
+    assert sorted(set(claims)) == sorted(claims)
+    assert set(claims) <= KEYS.keys()
+    assert set(claims) == LIVE_KEYS
+
+
+def other_value(path: str) -> Any:
+    """Return a valid value of a key that is not its default, or None where there is none."""
+    key = KEYS[path]
+    if key.choices:
+        return next((choice for choice in key.choices if choice != key.default), None)
+    if key.type == "boolean":
+        return not key.default
+    if key.type == "array":
+        return ["plugin.py"]
+    candidates = [2, 0.5, 0.25] if key.type == "number" else [2, 3]
+    return next(value for value in candidates if value != key.default and _allowed(key, value))
+
+
+def _allowed(key: Any, value: float) -> bool:
+    return (key.minimum is None or value >= key.minimum) and (key.maximum is None or value <= key.maximum)
+
+
+def configured(path: str, folder: Path) -> EngineConfig:
+    """Return a configuration in which one key has another value than its default."""
+    value, key = other_value(path), KEYS[path]
+    if key.runtime:
+        return config(str(key.cli), json.dumps(value[0] if isinstance(value, list) else value).strip('"'))
+    tree: Any = value
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    file = folder / "turbo.json"
+    file.write_text(json.dumps(tree))
+    return config(str(KEYS["config_path"].cli), str(file))
+
+
+SETTABLE = [
+    path for path in KEYS if other_value(path) is not None and path not in ("config_path", "resume_allow", "log_level")
+]
+
+
+@pytest.mark.parametrize("path", [path for path in SETTABLE if path not in LIVE_KEYS])
+def test_a_key_that_does_nothing_yet_is_refused(path: str, tmp_path: Path) -> None:
+    """With its key, its place and what to do."""
+    (problem,) = inactive_problems(configured(path, tmp_path))
+
+    assert path == problem.key
+    assert "not available in this version" in problem.message
+    assert problem.place
+
+
+@pytest.mark.parametrize("path", [path for path in SETTABLE if path in LIVE_KEYS])
+def test_a_live_key_is_not_refused(path: str, tmp_path: Path) -> None:
+    """Setting it is what it is for."""
+    assert inactive_problems(configured(path, tmp_path)) == []
+
+
+def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the pipeline and those the adapter found itself, in one error."""
+    from torchturbo.errors import ConfigError, Problem
+
+    args = parse_torchturbo_args(["--tt_enable_mtp", "--tt_sp_size", "2", "--tt_profiling"])[0]
+
+    with pytest.raises(ConfigError) as caught:
+        base.build_config(args, [], [Problem("--fp16", "", "no")])
+
+    assert sorted(item.key for item in caught.value.problems) == [
+        "",
+        "mtp.enabled",
+        "parallel_plan.sp_size",
+        "profiling",
+    ]
+    assert capsys.readouterr().err.count("error:") == 4
+
+
+def test_allowed_changes_are_the_users() -> None:
+    """Repeated options add up."""
+    flag = str(KEYS["resume_allow"].cli)
+
+    assert {"gbs", "seed"} == set(allowed_changes(config(flag, "gbs", flag, "seed")))
