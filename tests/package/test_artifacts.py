@@ -8,14 +8,15 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "torchturbo" / "__init__.py").read_text("utf-8"), re.MULTILINE)[
+    0
+]
 NEVER_SHIPPED = re.compile(
     r"(^|/)(node_modules|__pycache__|\.[a-z_]*cache|\.hypothesis|\.nox|\.venv|build|dist)(/|$)|\.py[co]$"
 )
