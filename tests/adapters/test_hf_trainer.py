@@ -1,0 +1,358 @@
+"""The engine under Trainer: one owner of everything, for any subclass, and nothing ignored in silence."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from torchturbo.adapters.hf_arguments import framework_values, said_values
+from torchturbo.adapters.hf_trainer import TurboTrainer, turbo
+from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
+from torchturbo.engine.config import Layer, build_from_args
+from torchturbo.errors import ConfigError
+from torchturbo.train.batches import Collator
+from torchturbo.train.examples import Examples
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments_of_the_process() -> Any:
+    set_torchturbo_args(None)
+    yield
+    set_torchturbo_args(None)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "use_cpu": True, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **(settings | changes))
+
+
+def rows(count: int = 8) -> Examples:
+    ids = torch.randint(3, 320, (count, 10), generator=torch.Generator().manual_seed(1)).tolist()
+    return Examples([{"input_ids": row, "labels": row} for row in ids])
+
+
+def words(*line: str) -> None:
+    set_torchturbo_args(parse_torchturbo_args(line)[0])
+
+
+def trainer(folder: Path, kind: Any = TurboTrainer, changes: dict[str, Any] | None = None, **given: Any) -> Any:
+    settings: dict[str, Any] = {
+        "model": tiny.model(), "args": arguments(folder, **(changes or {})), "train_dataset": rows(),
+        "data_collator": Collator(0),
+    }  # fmt: skip
+    return kind(**(settings | given))
+
+
+# ---- what the user told the framework ----
+
+
+def test_bf16_is_taken_over_and_the_users_arguments_stay(tmp_path: Path) -> None:
+    """The engine autocasts, accelerate does not, and a second trainer finds the same arguments."""
+    args = arguments(tmp_path, bf16=True)
+    formats: set[torch.dtype] = set()
+    for _ in range(2):
+        model = tiny.model()
+        model.model.layers[0].mlp.up_proj.register_forward_hook(
+            lambda module, inputs, output: formats.add(output.dtype)
+        )
+        made = trainer(tmp_path, model=model, args=args, eval_dataset=rows(2))
+
+        assert made.turbo.config.mixed_precision == "bf16"
+        assert made.turbo.config.origin("mixed_precision") == (Layer.FRAMEWORK, "TrainingArguments.bf16")
+        assert (made.args.bf16, made.args.mixed_precision) == (False, "no")
+        assert made.accelerator.mixed_precision == "no"
+        made.train()
+        made.evaluate()
+    assert formats == {torch.bfloat16}  # in training and evaluation alike
+    assert (args.bf16, args.mixed_precision) == (True, "bf16")
+
+
+def test_gradient_checkpointing_is_taken_over(tmp_path: Path) -> None:
+    """With its kwargs; Trainer itself no longer switches anything."""
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    made = trainer(tmp_path, changes=changes)
+
+    assert made.turbo.config.activation_checkpointing.use_reentrant
+    assert made.turbo.config.origin("activation_checkpointing.enabled").layer is Layer.FRAMEWORK
+    assert not made.args.gradient_checkpointing
+    function = made.model.model.layers[0]._gradient_checkpointing_func
+    assert function.keywords == {"use_reentrant": True}
+
+
+def test_a_layer_of_ours_beats_the_framework_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """Both places are in the line."""
+    monkeypatch.setenv("TORCH_TURBO_MIXED_PRECISION", "fp32")
+
+    made = trainer(tmp_path, changes={"bf16": True})
+
+    assert made.turbo.config.mixed_precision == "fp32"
+    (line,) = [line for line in logged if "TrainingArguments.bf16" in line]
+    assert "TORCH_TURBO_MIXED_PRECISION" in line
+
+
+def test_defaults_say_nothing(tmp_path: Path) -> None:
+    """TrainingArguments' own defaults are no layer."""
+    assert framework_values(said_values(TrainingArguments(str(tmp_path), use_cpu=True))) == []
+
+
+def test_gbs_sets_the_accumulation_and_reports_the_users(tmp_path: Path, logged: list[str]) -> None:
+    """The optimizer steps after gbs micro-batches, whatever the framework was told."""
+    steps: list[str] = []
+
+    class Count(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.append("micro-batch")
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.append("step")
+
+    words("--tt_gbs", "3")
+    trainer(tmp_path, changes={"gradient_accumulation_steps": 4, "max_steps": 1}, callbacks=[Count()]).train()
+
+    assert steps == ["micro-batch", "micro-batch", "step"]
+    (line,) = [line for line in logged if "gives way" in line]
+    assert line == "TrainingArguments.gradient_accumulation_steps 4 gives way to gbs 3 (--tt_gbs): 3 accumulation steps"
+
+
+def test_the_frameworks_accumulation_holds_without_gbs(tmp_path: Path) -> None:
+    """null keeps it."""
+    assert trainer(tmp_path, changes={"gradient_accumulation_steps": 4}).args.gradient_accumulation_steps == 4
+
+
+def test_the_start_says_what_is_in_force(tmp_path: Path, logged: list[str]) -> None:
+    """Settings with their places, the batch, the backend."""
+    words("--tt_gbs", "2", "--tt_log_level", "INFO")
+    trainer(tmp_path)
+
+    assert "gbs = 2  (--tt_gbs)" in logged
+    assert "batch: micro-batch 2 x accumulation 2 x data-parallel ranks 1 = 4 sequences per step" in logged
+    assert any(line.startswith("backend fsdp2") for line in logged)
+
+
+def test_the_log_level_is_set(tmp_path: Path, logged: list[str]) -> None:
+    """At ERROR the start is silent."""
+    words("--tt_log_level", "ERROR", "--tt_gbs", "2")
+    trainer(tmp_path)
+
+    assert logged == []
+
+
+def test_shuffling_follows_the_seed_not_the_rank(tmp_path: Path) -> None:
+    """accelerate would shuffle by each rank's torch seed."""
+    assert trainer(tmp_path, changes={"seed": 7}).args.data_seed == 7
+    assert trainer(tmp_path, changes={"seed": 7, "data_seed": 3}).args.data_seed == 3
+
+
+# ---- second owners ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"bf16_full_eval": True}, "TrainingArguments.bf16_full_eval"),
+        ({"fp16_full_eval": True}, "TrainingArguments.fp16_full_eval"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "_checkpointing_kwargs"),
+    ],
+)
+def test_a_second_owner_is_refused(
+    changes: dict[str, Any], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By place, with the reason and what to do."""
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, changes=changes)
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert place in line
+    assert ";" in line  # a remedy
+
+
+@pytest.mark.parametrize("name", ["fp16", "deepspeed", "fsdp", "parallelism_config"])
+def test_so_are_those_that_need_other_machines(name: str) -> None:
+    """Their values can't be made here, but what is said about them can."""
+    from torchturbo.adapters.hf_arguments import clashes
+
+    (problem,) = clashes({name: True}, gbs_set=False)
+
+    assert problem.place == f"TrainingArguments.{name}"
+    assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "harmless"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "false"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "false"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "false"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "no"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "32", "1"),
+    ],
+)
+def test_what_accelerate_launch_leaves_in_the_environment(name: str, bad: str, harmless: str) -> None:
+    """`accelerate launch` without options sets the harmless values."""
+    from torchturbo.adapters.base import environment_clashes
+
+    (problem,) = environment_clashes({name: bad})
+
+    assert (problem.place, bool(problem.remedy)) == (name, True)
+    assert environment_clashes({name: harmless}) == []
+    assert environment_clashes({}) == []
+
+
+def test_keys_without_a_feature_are_refused_with_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three sources, three lines."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("TORCH_TURBO_SP_SIZE", "2")
+    words("--tt_enable_mtp")
+    args = arguments(tmp_path)
+    args.bf16_full_eval = True
+
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, args=args)
+
+    lines = capsys.readouterr().err
+    for part in (
+        "ACCELERATE_USE_FSDP",
+        "TORCH_TURBO_SP_SIZE: parallel_plan.sp_size",
+        "--tt_enable_mtp: mtp.enabled",
+        "bf16_full_eval",
+    ):
+        assert part in lines
+
+
+def test_one_process_uses_one_device(tmp_path: Path, logged: list[str]) -> None:
+    """DataParallel would copy the model behind the engine's back."""
+    args = arguments(tmp_path)
+    args._n_gpu = 4
+    made = trainer(tmp_path, args=args)
+
+    assert made.args.n_gpu == 1
+    assert made._train_batch_size == 2
+    assert any("torchrun --nproc_per_node 4" in line for line in logged)
+
+
+# ---- any subclass ----
+
+
+def test_a_subclass_with_its_own_constructor(tmp_path: Path) -> None:
+    """The engine starts inside Trainer's constructor, so arguments may come in any form."""
+
+    class Mine(Trainer):  # type: ignore[misc]
+        def __init__(self, words: str, *args: Any, **kwargs: Any) -> None:
+            self.words = words
+            super().__init__(*args, **kwargs)
+
+    made = turbo(Mine)("hello", tiny.model(), arguments(tmp_path), Collator(0), rows())
+
+    assert (made.words, type(made).__name__, turbo(Mine)) == ("hello", "TurboMine", type(made))
+    assert made.model.model.layers[0].gradient_checkpointing
+    made.train()
+
+
+def test_a_configuration_given_as_an_object(tmp_path: Path) -> None:
+    """It replaces the process-wide arguments."""
+    words("--tt_gbs", "8")
+
+    made = trainer(tmp_path, turbo_config=build_from_args(parse_torchturbo_args(["--tt_gbs", "2"])[0]))
+
+    assert made.args.gradient_accumulation_steps == 2
+
+
+def test_models_from_a_function(tmp_path: Path) -> None:
+    """Each model that is made is prepared."""
+    made = trainer(tmp_path, model=None, model_init=lambda: tiny.model().to(torch.bfloat16))
+    made.train()
+
+    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
+    assert made.model.model.layers[0].gradient_checkpointing
+
+
+def test_an_own_compute_loss_gets_normalised_losses(tmp_path: Path) -> None:
+    """The common override that drops the item count would otherwise weigh each micro-batch alike."""
+
+    class Mine(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            output = model(**inputs)
+            return (output.loss, output) if return_outputs else output.loss
+
+    ragged = Examples(
+        [{"input_ids": list(range(3, 13)), "labels": [-100] * at + list(range(3 + at, 13))} for at in range(8)]
+    )
+    losses = []
+    for kind in (Trainer, Mine):
+        words("--tt_gbs", "4")
+        made = trainer(tmp_path, turbo(kind), {"max_steps": 1}, train_dataset=ragged)
+        made.train()
+        losses.append(made.state.log_history[0]["loss"])
+
+    assert losses[0] == losses[1]
+
+
+def test_an_own_loss_function_keeps_the_trainers_path(tmp_path: Path) -> None:
+    """compute_loss_func and label smoothing scale by themselves; equal to plain Trainer."""
+
+    def loss_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    for changes, given in (({}, {"compute_loss_func": loss_function}), ({"label_smoothing_factor": 0.1}, {})):
+        histories = []
+        for kind in (Trainer, TurboTrainer):
+            words("--tt_gbs", "2")
+            made = trainer(tmp_path, kind, {"gradient_accumulation_steps": 2, "data_seed": 42} | changes, **given)
+            made.train()
+            histories.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+        assert histories[0] == pytest.approx(histories[1], rel=1e-6)
+        assert made.turbo.context.normaliser is None
+
+
+def test_evaluation_is_plain_trainers(tmp_path: Path) -> None:
+    """Same model, same rows, same loss."""
+    losses = [
+        trainer(tmp_path, kind, {"per_device_eval_batch_size": 4}, eval_dataset=rows(4)).evaluate()["eval_loss"]
+        for kind in (Trainer, TurboTrainer)
+    ]
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ---- what the adapter leans on ----
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("create_accelerator_and_postprocess", ["self"]),
+        ("call_model_init", ["self", "trial"]),
+        ("_get_num_items_in_batch", ["self", "batch_samples", "device"]),
+        ("compute_loss_context_manager", ["self"]),
+        ("_get_output_dir", ["self", "trial"]),
+        ("_save_checkpoint", ["self", "model", "trial"]),
+    ],
+)
+def test_trainers_methods_have_the_signatures_we_override(name: str, parameters: list[str]) -> None:
+    """A release of transformers that moves one fails here, not in a run."""
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == parameters
+
+
+def test_trainers_constructor_derives_nothing_before_the_accelerator() -> None:
+    """The engine takes over there; accumulation and precision must not have been read."""
+    source = inspect.getsource(Trainer.__init__)
+    before = source[: source.index("self.create_accelerator_and_postprocess()")]
+
+    assert "self.args = args" in before
+    assert "self.model = model" in before
+    for name in ("gradient_accumulation_steps", "bf16", "checkpointing", "self.accelerator ="):
+        assert name not in before
