@@ -23,14 +23,6 @@ _HELP = f"{FLAG_PREFIX}help"
 _STEM = FLAG_PREFIX.rstrip("_")
 _NUMBER_LIKE = re.compile(r"-(?:\.?[0-9]|inf\b|nan\b)", re.IGNORECASE)
 _MEANT_AS_VALUE = ("on", "off", "none", "null", "enable", "enabled", "disable", "disabled")
-_MISSPELT = frozenset(
-    slip
-    for word in ("true", "false")
-    for i in range(len(word))
-    for slip in (word[:i] + word[i + 1 :], word[:i] + word[i + 1 : i + 2] + word[i] + word[i + 2 :], word + word[i])
-    if slip != word
-)
-"""One letter left out, two swapped, or one added at the end."""
 
 
 class CommandLine(NamedTuple):
@@ -90,9 +82,23 @@ def _boolean_word(words: _Words) -> str:
         return "true"
     folded = following.lower()
     meant = (*TRUE_WORDS, *FALSE_WORDS, *_MEANT_AS_VALUE)
-    if folded in meant or folded in _MISSPELT or following.startswith(("{", "[")):
+    if folded in meant or _is_misspelt(folded) or following.startswith(("{", "[")):
         return words.skip()
     return "true"
+
+
+def _is_misspelt(word: str) -> bool:
+    """Return whether a word is true or false with one letter left out, added, replaced, or swapped with the next."""
+    return any(_is_one_slip(word, right) for right in ("true", "false") if abs(len(word) - len(right)) <= 1)
+
+
+def _is_one_slip(word: str, right: str) -> bool:
+    same = next((i for i, (one, other) in enumerate(zip(word, right, strict=False)) if one != other), None)
+    if same is None:
+        return word != right
+    rest, wanted = word[same:], right[same:]
+    swapped = wanted[1:2] + wanted[:1] + wanted[2:]
+    return rest == swapped or rest[1:] in (wanted, wanted[1:]) or rest == wanted[1:]
 
 
 def _unknown(name: str) -> Problem:

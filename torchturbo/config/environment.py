@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchturbo.config.layers import Layer, Reading, former_names
-from torchturbo.config.names import did_you_mean
+from torchturbo.config.names import nearest
 from torchturbo.config.scalars import Written
 from torchturbo.errors import Problem
-from torchturbo.generated.keys import ENVIRONMENT, KEYS, VARIABLE_PREFIX
+from torchturbo.generated.keys import ENVIRONMENT, FLAG_PREFIX, KEYS, VARIABLE_PREFIX
 
 
 def read_environment(environ: Mapping[str, str]) -> Reading:
@@ -30,5 +30,17 @@ def read_environment(environ: Mapping[str, str]) -> Reading:
                 reading.take(key, written, name, spelling=name, alias=alias)
         else:
             # A warning, not an error: another version's variable in a shared shell profile must not stop a run.
-            reading.warnings.append(Problem(name, "", "unknown variable, ignored", did_you_mean(name, ENVIRONMENT)))
+            reading.warnings.append(Problem(name, "", "unknown variable, ignored", _remedy(name)))
     return reading
+
+
+def _remedy(name: str) -> str:
+    """Return what may have been meant. What all variables begin with says nothing about that."""
+    stem = name.removeprefix(VARIABLE_PREFIX).lower()
+    for key in KEYS.values():
+        others = (key.path.replace(".", "_"), key.name, key.cli and key.cli.removeprefix(FLAG_PREFIX))
+        if key.cli and not key.env and stem in others:
+            return f"it has no variable; use {key.cli}"
+    by_stem = {known.removeprefix(VARIABLE_PREFIX): known for known in ENVIRONMENT}
+    names = [by_stem[close] for close in nearest(stem, by_stem)]
+    return f"did you mean {' or '.join(names)}?" if names else ""

@@ -36,8 +36,8 @@ class _Walk:
             return
         if not isinstance(node, Table):
             where = f"the section {section.path}" if section.path else "a mapping of keys"
-            known = ", ".join(section.names)
-            self._problem(node, section.path, f"expected {where}, got {_kind(node)}", f"its keys are {known}")
+            remedy = f"its keys are {', '.join(section.names)}" if section.path else "write one `key: value` a line"
+            self._problem(node, section.path, f"expected {where}, got {_kind(node)}", remedy)
             return
         prefix = f"{section.path}." if section.path else ""
         for name, child in node.items:
@@ -70,14 +70,14 @@ class _Walk:
 
 def _kind(node: Node) -> str:
     if isinstance(node, Scalar):
-        return f"string {shorten(node.text)!r}" if node.quoted else shorten(node.text)
+        return f'string "{shorten(node.text)}"' if node.quoted else shorten(node.text)
     return "a list" if isinstance(node, Row) else "a section"
 
 
 def _remedy(name: str, section: Section) -> str:
     """Return what a person may have meant by a key that does not exist here."""
     for key in KEYS.values():  # another surface's name for a key
-        if name in (key.cli, key.env, key.arg, key.cli and key.cli.removeprefix("--")):
+        if name in (key.cli, key.env, key.arg, key.name, key.cli and key.cli.removeprefix("--")):
             if key.runtime:
                 return f"it belongs to one launch: use {key.cli}"
             if key.path != name:
@@ -93,7 +93,11 @@ def _remedy(name: str, section: Section) -> str:
     elsewhere = [path for path in KEYS if path.rpartition(".")[2] == name and not KEYS[path].runtime]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"
-    return f"the keys here are {', '.join(section.names)}" if section.path else "see the reference for all keys"
+    if section.path:
+        return f"the keys here are {', '.join(section.names)}"
+    return (
+        "options of the training framework go on the command line; `torchturbo config init -` lists the keys of a file"
+    )
 
 
 def _position(place: str, path: str) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def read(key: Key, written: Written) -> Any:
     It reports nothing: the key's check says what was expected, and :func:`found` what was written.
     """
     text = written.text
-    if written.quoted:
+    if written.quoted or key.type == "array":
         return text
     if text in (FILE_NULLS if written.in_file else NULLS):
         return None
@@ -110,12 +110,14 @@ def json_type(value: Any) -> str:
 def remedy(key: Key, written: Written) -> str:
     """Return what to write instead of a value that the key's check refuses, or nothing where that is not known."""
     text = written.text.strip()
-    if text == "None" and key.nullable:
+    if written.quoted and key.nullable and text in NULLS:
+        return "remove the quotes"
+    if key.nullable and text.lower() in ("none", "~", ""):
         return "did you mean null?"
-    if text in FILE_NULLS and not written.quoted and not key.nullable:
-        return f"leave {key.path} out for its default" if text else ""
     if key.type == "boolean":
         return _boolean_remedy(text, written)
+    if not key.nullable and text.lower() in ("null", "none", "~", ""):
+        return "leave it out for its default"
     if key.type in ("integer", "number"):
         return _number_remedy(text, written, key)
     if key.choices:
@@ -130,10 +132,14 @@ def remedy(key: Key, written: Written) -> str:
 def _boolean_remedy(text: str, written: Written) -> str:
     if written.quoted and text in FILE_BOOLEANS:
         return "remove the quotes"
+    if text in FILE_NULLS:
+        return "write true or false, or leave it out for its default"
+    if text.startswith(("{", "[")):
+        return "write true or false; a whole section belongs in a file"
     word = text.lower()
     if word in (*TRUE_WORDS, "on", "enable", "enabled"):
         return "write true"
-    if word in (*FALSE_WORDS, "off", "none", "null", "disable", "disabled"):
+    if word in (*FALSE_WORDS, "off", "none", "disable", "disabled"):
         return "write false"
     from torchturbo.config.names import did_you_mean
 
@@ -143,8 +149,9 @@ def _boolean_remedy(text: str, written: Written) -> str:
 def _number_remedy(text: str, written: Written, key: Key) -> str:
     if written.quoted and number(text) is not None:
         return "remove the quotes"
-    if key.type == "integer" and isinstance(number(text), float):
-        return "write a whole number"
+    if isinstance(number(text), (int, float)):
+        whole = key.type != "integer" or float(number(text) or 0).is_integer()
+        return "" if whole else "write a whole number"
     plain = text.replace("_", "").replace(",", "")
     bare = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", plain)
     if bare != text and number(bare) is not None:
