@@ -81,7 +81,7 @@ def tests_without_torch(session: nox.Session) -> None:
     """Run the tests of schema, codegen, configuration and commands where torch isn't installed."""
     session.install(*group("test", "codegen"), "--editable", ".")
     folders = [folder for folder in WITHOUT_TORCH if (ROOT / folder).is_dir()]
-    session.run("pytest", *folders, *session.posargs)
+    session.run("python", "-m", "pytest", *folders, *session.posargs)
 
 
 @nox.session
@@ -90,7 +90,7 @@ def ide(session: nox.Session) -> None:
     session.install(*group("ide"))
     if not NODE_MODULES.is_dir() or os.environ.get("CI"):
         session.run("npm", "ci", "--no-audit", "--no-fund", "--prefix", str(NODE_MODULES.parent), external=True)
-    session.run("pytest", "tests/ide", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/ide", *session.posargs)
 
 
 @nox.session
@@ -101,14 +101,14 @@ def docs(session: nox.Session) -> None:
         session.run("zensical", "serve")
         return
     session.run("zensical", "build", "--strict", "--clean")
-    session.run("pytest", "tests/site", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/site", *session.posargs)
 
 
 @nox.session
 def package(session: nox.Session) -> None:
     """Build sdist and wheel into dist/, check what they hold, and try the wheel outside the checkout."""
     session.install(*group("package"))
-    session.run("pytest", "tests/package", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/package", *session.posargs)
 
 
 @nox.session
