@@ -24,6 +24,7 @@ from torchturbo.checkpoint.record import run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_problems
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
@@ -58,6 +59,7 @@ class TurboMixin:
     def __init__(self, *args: Any, turbo_config: EngineConfig | None = None, **kwargs: Any) -> None:
         self._turbo_config = turbo_config
         self._staged: Path | None = None
+        self._use_cache: bool | None = None
         super().__init__(*args, **kwargs)
         self._settle_loss_owner()
 
@@ -68,12 +70,16 @@ class TurboMixin:
         if not hasattr(self, "turbo"):
             self._start_engine()
             if self.model is not None:
-                self.turbo.prepare(self.model)
+                self._prepare(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
-        return self.turbo.prepare(super().call_model_init(trial))  # type: ignore[misc]
+        return self._prepare(super().call_model_init(trial))  # type: ignore[misc]
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        self._use_cache = getattr(getattr(base_model(model), "config", None), "use_cache", None)
+        return self.turbo.prepare(model)
 
     def _start_engine(self) -> None:
         args = self.args
@@ -163,6 +169,18 @@ class TurboMixin:
     def turbo_run(self) -> dict[str, Any]:
         """Return the facts of this run that its record holds."""
         return run_facts(self.args, self.turbo.context.world_size, self.turbo_facts)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model with the key-value cache it came with: training goes without, generating should not."""
+        config = getattr(base_model(self.model), "config", None)
+        if self._use_cache is None or config is None:
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            return
+        training, config.use_cache = config.use_cache, self._use_cache
+        try:
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            config.use_cache = training
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return super()._get_output_dir(trial) if self._staged is None else str(self._staged)  # type: ignore[misc]

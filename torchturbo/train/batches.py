@@ -91,5 +91,5 @@ def packing_leak(model: nn.Module, vocab_size: int) -> float:
 
 
 def _logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-    output: Any = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    output: Any = model(input_ids=ids[None], position_ids=positions[None])
     return output.logits[0].float()  # type: ignore[no-any-return]

@@ -45,6 +45,8 @@ class Job:
     files: list[SourceFile] = field(default_factory=list)
     resume: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    use_cache: bool = True
+    """Whether the model came with a key-value cache for generation."""
 
     @property
     def output_dir(self) -> Path:

@@ -83,6 +83,7 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
     with restored_determinism(), library_bars(shown=False):
         with together("loading the model"), library_bars(shown=not quiet and sys.stderr.isatty()):
             model = load_model(job.model_arguments, job.model_config)
+            job.use_cache = getattr(model.config, "use_cache", True)
         progress = Progress()
         trainer = make_trainer(job, model, [*([] if quiet else [progress]), *callbacks])
         say("model: %s, %s", type(model).__name__, _parameters(model))
@@ -120,6 +121,8 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
 
 
 def _check_packing(job: Job, model: Any) -> None:
+    # Transformers reads document boundaries from the positions only where no key-value cache is filled.
+    model.config.use_cache = False
     if not job.data.packing:
         return
     leak = packing_leak(model, vocabulary(job.model_config) or 16)
@@ -166,7 +169,7 @@ def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None)
         if hasattr(model, name):
             getattr(model, name)()
             break
-    model.config.use_cache = True
+    model.config.use_cache = job.use_cache
     return TrainResult(
         output_dir=job.output_dir,
         log_history=trainer.state.log_history,
