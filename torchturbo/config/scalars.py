@@ -147,11 +147,14 @@ def _boolean_remedy(text: str, written: Written) -> str:
 
 
 def _number_remedy(text: str, written: Written, key: Key) -> str:
-    if written.quoted and number(text) is not None:
-        return "remove the quotes"
-    if isinstance(number(text), (int, float)):
-        whole = key.type != "integer" or float(number(text) or 0).is_integer()
-        return "" if whole else "write a whole number"
+    value = number(text)
+    if value is not None:
+        if written.quoted:
+            return "remove the quotes"
+        if text != written.text:
+            return "write it without blanks"
+        broken = key.type == "integer" and isinstance(value, float) and not value.is_integer()
+        return "write a whole number" if broken else ""
     plain = text.replace("_", "").replace(",", "")
     bare = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", plain)
     if bare != text and number(bare) is not None:
