@@ -33,7 +33,11 @@ def flat_arguments(source: Source) -> str:
     """
     held = [section.class_name for section in source.sections if section.arg]
     frozen, mutable = _classes(_sections_schema(source), frozen=True), _classes(_flat_schema(source), frozen=False)
-    imports = ["from torchturbo.config.launch import Launch", "from torchturbo.logging import LogLevel"]
+    imports = [
+        "from torchturbo.config.launch import Launch",
+        "from torchturbo.config.values import FrozenValues",
+        "from torchturbo.logging import LogLevel",
+    ]
     parts = [frozen[name] for name in held] + [mutable[FLAT]]
     return _module("args.py", "The flat arguments of a command line.", imports, parts)
 
@@ -42,7 +46,11 @@ def sections(source: Source) -> str:
     """Return the module of the nested configuration classes."""
     held = [section.class_name for section in source.sections if section.arg]
     classes = _classes(_sections_schema(source), frozen=True)
-    imports = [f"from torchturbo.generated.args import {', '.join(held)}", "from torchturbo.logging import LogLevel"]
+    imports = [
+        "from torchturbo.config.values import FrozenValues",
+        f"from torchturbo.generated.args import {', '.join(held)}",
+        "from torchturbo.logging import LogLevel",
+    ]
     table = "".join(f"    {section.path!r}: {section.class_name},\n" for section in source.sections)
     listing = f'SECTION_CLASSES: dict[str, type[Any]] = {{\n{table}}}\n"""Class of each section by its path."""\n'
     parts = [text for name, text in classes.items() if name not in held]
@@ -84,7 +92,8 @@ def _sections_schema(source: Source) -> Schema:
     definitions = {name: _plain(body) for name, body in source.schema["$defs"].items()}
     root = {name: source.schema[name] for name in ("description", "type", "additionalProperties", "properties")}
     definitions[source.sections[0].class_name] = _plain(root)
-    return definitions
+    base = {"customBasePath": "torchturbo.config.values.FrozenValues"}
+    return {name: body | base for name, body in definitions.items()}
 
 
 def _flat_schema(source: Source) -> Schema:
@@ -164,6 +173,8 @@ def _classes(definitions: Schema, *, frozen: bool) -> dict[str, str]:
     assert isinstance(text, str)
     # The generator knows the type's name but writes the default as it stands in the schema.
     text = text.replace("log_level: LogLevel = 'INFO'", "log_level: LogLevel = LogLevel.INFO")
+    # Both come from the base, see torchturbo/config/values.py; the generator writes no arguments that are False.
+    text = text.replace("@dataclass(", "@dataclass(eq=False, repr=False, ")
     lines = text.splitlines(keepends=True)
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     return {node.name: "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]) for node in nodes}

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchturbo.config.launch import Launch
+from torchturbo.config.values import FrozenValues
 from torchturbo.logging import LogLevel
 
 
-@dataclass(frozen=True, kw_only=True)
-class CPUOffloadConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class CPUOffloadConfig(FrozenValues):
     """Host-memory offload: trades step time for device memory."""
 
     enabled: bool = False
@@ -22,7 +23,7 @@ class CPUOffloadConfig:
     """Share of the optimizer state's bytes that lives in host memory; 1 moves all of it, 0 none."""
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class TorchTurboArgs(Launch):
     """What the command line said; None means that an option was not given."""
 

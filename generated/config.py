@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchturbo.config.values import FrozenValues
 from torchturbo.generated.args import CPUOffloadConfig
 from torchturbo.logging import LogLevel
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackendConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class BackendConfig(FrozenValues):
     """How the distributed backend shards, gathers and offloads the model."""
 
     cpu_offload: CPUOffloadConfig = field(default_factory=CPUOffloadConfig)
@@ -27,24 +28,24 @@ class BackendConfig:
     """Earlier layers that a layer gathers ahead in backward; 1 is the one before it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpsConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class OpsConfig(FrozenValues):
     """Operator implementations."""
 
     policy: Literal["auto", "native", "custom"] = "auto"
     """Which implementation an operator gets (normalisation, rotary embedding, attention, experts, cross-entropy)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class OptimizerConfig(FrozenValues):
     """The optimizer that the engine manages itself."""
 
     name: Literal["muon"] | None = None
     """Optimizer that the engine builds in place of the framework's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class ParallelPlan(FrozenValues):
     """Sizes of the mesh axes; what remains of the world is data parallel."""
 
     sp_size: int = 1
@@ -53,8 +54,8 @@ class ParallelPlan:
     """Ranks of an expert-parallel group: they share one set of experts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationCheckpointingConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class ActivationCheckpointingConfig(FrozenValues):
     """Recompute activations in backward instead of keeping them."""
 
     enabled: bool = True
@@ -63,8 +64,8 @@ class ActivationCheckpointingConfig:
     """Use the reentrant form of torch.utils.checkpoint. It frees recomputed intermediates inside the step, which lowers the peak over several steps for mixture-of-experts and linear-attention models."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MTPConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class MTPConfig(FrozenValues):
     """Multi-token prediction: extra heads that learn to predict further tokens ahead."""
 
     enabled: bool = False
@@ -75,8 +76,8 @@ class MTPConfig:
     """Log the unweighted loss of each head at info level."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DSparkConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class DSparkConfig(FrozenValues):
     """DSpark: a draft branch trained beside the model for speculative decoding, as DeepSpec trains it."""
 
     enabled: bool = True
@@ -95,8 +96,8 @@ class DSparkConfig:
     """Weight of the confidence head's binary cross-entropy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class MoEConfig(FrozenValues):
     """Mixture-of-experts models: token dispatch and router losses."""
 
     token_dispatcher: Literal["alltoall"] = "alltoall"
@@ -107,8 +108,8 @@ class MoEConfig:
     """Coefficient of the router z-loss, which keeps router logits small."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossChunkConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class LossChunkConfig(FrozenValues):
     """Output head and cross-entropy computed in pieces, so that the full logits never exist."""
 
     enabled: bool = False
@@ -117,8 +118,8 @@ class LossChunkConfig:
     """Flattened tokens of one chunk. Smaller chunks hold fewer logits and take longer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreezePolicy:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class FreezePolicy(FrozenValues):
     """Parts of a vision-language model whose parameters are not trained."""
 
     vision_tower: bool = False
@@ -129,8 +130,8 @@ class FreezePolicy:
     """Do not train the language model. With DSpark this trains the draft against a fixed target."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffusionConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class DiffusionConfig(FrozenValues):
     """Block diffusion: noise, block size and the CAP confidence loss. Read for diffusion models only."""
 
     cap_lambda: float = 0.0
@@ -143,8 +144,8 @@ class DiffusionConfig:
     """Tokens of one block: the grain of the attention mask, and the unit to which the cut-off length is rounded up."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MFUConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class MFUConfig(FrozenValues):
     """Model and hardware flops utilisation in the logs."""
 
     enabled: bool = False
@@ -153,16 +154,16 @@ class MFUConfig:
     """Chip family whose peak throughput is the denominator: a row of the peak table."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class CheckpointConfig(FrozenValues):
     """What is written with each training checkpoint."""
 
     hf_export: Literal["final", "every"] = "every"
     """Which training checkpoints also export Hugging Face safetensors. The exact training state is saved natively every time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RuntimeArgs:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class RuntimeArgs(FrozenValues):
     """Inputs that belong to one launch. They are no part of the configuration file."""
 
     config_path: str | None = None
@@ -179,8 +180,8 @@ class RuntimeArgs:
     """Setting that may differ from the resumed checkpoint's although it changes the data order or the schedule. May be given several times."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+class EngineOptions(FrozenValues):
     """Configuration of the TorchTurbo training engine."""
 
     backend: Literal["fsdp2"] = "fsdp2"

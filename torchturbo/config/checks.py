@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 Check = Callable[[Any], str | None]
 """Returns None for a value that fits, and otherwise what was expected, as in ``integer or null`` or ``at least 1``."""
+
+INFINITY = float("inf")  # math.isfinite would be the one use of a library that is loaded from disk at every start
 
 
 def boolean(*, nullable: bool = False) -> Check:
@@ -46,7 +47,7 @@ def number(*, minimum: float | None = None, maximum: float | None = None, nullab
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return expected
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and not -INFINITY < value < INFINITY:
             return _or_null("a finite number", nullable)
         return _in_range(value, minimum, maximum)
 

@@ -21,7 +21,8 @@ _OPTIONS: dict[str, Key] = {key.cli: key for key in KEYS.values() if key.cli}
 _FORMER: dict[str, tuple[Key, Alias]] = former_names(KEYS, "cli")
 _HELP = f"{FLAG_PREFIX}help"
 _STEM = FLAG_PREFIX.rstrip("_")
-_NUMBER_LIKE = re.compile(r"-(?:\.?[0-9]|inf\b|nan\b)", re.IGNORECASE)
+# Not compiled here: few command lines get to use it.
+_NUMBER_LIKE = r"(?i)-(?:\.?[0-9]|inf\b|nan\b)"
 _MEANT_AS_VALUE = ("on", "off", "none", "null", "enable", "enabled", "disable", "disabled")
 
 
@@ -139,7 +140,7 @@ class _Words:
 
     def next_is_plain(self) -> bool:
         word = self.peek()
-        return word is not None and (not word.startswith("-") or bool(_NUMBER_LIKE.match(word)))
+        return word is not None and (not word.startswith("-") or bool(re.match(_NUMBER_LIKE, word)))
 
     def take_value(self) -> str | None:
         return self.skip() if self.next_is_plain() else None

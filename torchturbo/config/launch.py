@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torchturbo.config.values import Values
 from torchturbo.errors import Problem
 
 
-class Launch:
+class Launch(Values):
     """Base of TorchTurboArgs: attributes that are no fields, so that the fields stay the public table's."""
 
     resume_allow: tuple[str, ...] = ()

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from torchturbo.config.values import FrozenValues
 from torchturbo.logging import LogLevel
 
 TRUE_WORDS = ("yes", "true", "t", "y", "1")
 FALSE_WORDS = ("no", "false", "f", "n", "0")
 
 
-@dataclass(frozen=True)
-class TurboArgSpec:
+@dataclass(eq=False, repr=False, frozen=True)
+class TurboArgSpec(FrozenValues):
     """One input of TorchTurbo and the names under which it is reached.
 
     ``type`` turns text into the value (None: text stays text); it raises :class:`argparse.ArgumentTypeError`

@@ -19,7 +19,7 @@ from torchturbo.logging import LogLevel, get_logger
 __all__ = ["EngineConfig", "FrameworkValue", "Layer", "Origin", "build_from_args", "config_of", "load_config"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
     """The effective configuration. Two are equal when their keys are, wherever the values came from."""
 
