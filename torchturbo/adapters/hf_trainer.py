@@ -20,7 +20,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, framework_values, place, said_values, taken_over
 from torchturbo.checkpoint.files import publish_folder, staging_folder
-from torchturbo.checkpoint.record import run_facts, write_record
+from torchturbo.checkpoint.record import read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_problems
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.engine import Context, Engine
@@ -55,11 +55,14 @@ class TurboMixin:
         state: Any
         compute_loss_func: Any
         label_smoother: Any
+        optimizer: Any
+        lr_scheduler: Any
 
     def __init__(self, *args: Any, turbo_config: EngineConfig | None = None, **kwargs: Any) -> None:
         self._turbo_config = turbo_config
         self._staged: Path | None = None
         self._use_cache: bool | None = None
+        self._allowed: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
         self._settle_loss_owner()
 
@@ -163,8 +166,19 @@ class TurboMixin:
         problems, allowed = resume_problems(folder, self.turbo.config, self.turbo_run(), resume_flag())
         if problems:
             fail(problems)
+        self._allowed = {name: (read_facts(folder) or {}).get(name) for name in allowed}
         for name in allowed:
             log.warning_rank0("resuming with another %s than the checkpoint's, as allowed", name)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if before := self._allowed.get("learning_rate"):
+            # The loaded optimizer and scheduler bring the old rate; whoever allowed another one wants it to hold.
+            ratio = self.args.learning_rate / before
+            for group in self.optimizer.param_groups:
+                group |= {name: group[name] * ratio for name in ("lr", "initial_lr") if name in group}
+            self.lr_scheduler.base_lrs = [rate * ratio for rate in self.lr_scheduler.base_lrs]
+            self.lr_scheduler._last_lr = [rate * ratio for rate in self.lr_scheduler.get_last_lr()]
 
     def turbo_run(self) -> dict[str, Any]:
         """Return the facts of this run that its record holds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 STAGING = ".torchturbo-saving"
@@ -41,6 +42,8 @@ def publish_folder(staged: Path, place: Path) -> None:
         shutil.rmtree(outgoing, ignore_errors=True)
     else:
         os.replace(staged, place)
+    with suppress(OSError):  # another checkpoint is being written there
+        staged.parent.rmdir()
 
 
 def publish_files(staged: Path, folder: Path) -> None:
@@ -48,6 +51,8 @@ def publish_files(staged: Path, folder: Path) -> None:
     for source in sorted(staged.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
         os.replace(source, folder / source.name)
     staged.rmdir()
+    with suppress(OSError):
+        staged.parent.rmdir()
 
 
 def clear_staging(output_dir: Path) -> None:

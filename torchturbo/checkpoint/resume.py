@@ -38,7 +38,7 @@ def find_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | 
     if (folder / STATE_NAME).is_file():
         return folder
     what = f"no {STATE_NAME} in it" if folder.is_dir() else "there is no such folder"
-    near = ", ".join(str(path) for path in checkpoints(folder if folder.is_dir() else output_dir)[-3:])
+    near = ", ".join(str(path) for path in (checkpoints(folder) or checkpoints(output_dir))[-3:])
     return Problem(place, "", f"{folder} is no checkpoint: {what}", f"use one of {near}" if near else "")
 
 

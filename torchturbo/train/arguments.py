@@ -65,11 +65,10 @@ class Parsed(NamedTuple):
     """Values for TrainingArguments, as typed; the object itself is made once nothing is wrong (it opens the ranks)."""
 
 
-OWN_DEFAULTS: dict[str, Any] = {
-    "logging_steps": 0.01,  # a share of all steps: a curve of up to a hundred points, however long the run
-    "disable_tqdm": True,  # the command draws its own progress line
-}
+OWN_DEFAULTS: dict[str, Any] = {"disable_tqdm": True}  # the command draws its own progress line
 """Defaults of this command that differ from TrainingArguments' own; what is typed wins."""
+CURVE_POINTS = 100
+"""Points of a loss curve where logging_steps is not typed: every hundredth of the run is logged, at most every step."""
 
 REMEDIES: dict[str, str] = {
     "evaluation_strategy": "it is --eval_strategy now",
@@ -154,7 +153,7 @@ def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> Tra
 def framework_help() -> str:
     """Return the help of every framework option."""
     parser = FrameworkParser()
-    parser.set_defaults(**OWN_DEFAULTS)
+    parser.set_defaults(**OWN_DEFAULTS, logging_steps=f"every {CURVE_POINTS}th of the run")
     return str(parser.format_help())
 
 

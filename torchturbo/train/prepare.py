@@ -19,7 +19,7 @@ from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.runtime import Runtime, current_runtime
-from torchturbo.train.arguments import DataArguments, ModelArguments, make_training_arguments
+from torchturbo.train.arguments import CURVE_POINTS, DataArguments, ModelArguments, make_training_arguments
 from torchturbo.train.batches import pack
 from torchturbo.train.commandline import Command
 from torchturbo.train.examples import Encoder, Example, Examples, Tally
@@ -49,6 +49,14 @@ class Job:
     """Whether the model came with a key-value cache for generation."""
 
     @property
+    def steps(self) -> int:
+        """Return the optimizer steps of the run."""
+        if self.training.max_steps > 0:
+            return int(self.training.max_steps)
+        rows = len(self.train_set) if self.train_set is not None else 0
+        return self.plan.steps(rows, self.training.num_train_epochs, drop_last=self.training.dataloader_drop_last)
+
+    @property
     def output_dir(self) -> Path:
         """Return the folder the run writes to."""
         return Path(str(self.training.output_dir))
@@ -71,6 +79,8 @@ def prepare(command: Command) -> Job:
         job.tokenizer, job.model_config = load_tokenizer(job.model_arguments), load_config(job.model_arguments)
     with together("reading the dataset"):
         _encode(job, rows, eval_rows)
+    if "logging_steps" not in parsed.training:
+        job.training.logging_steps = max(1, job.steps // CURVE_POINTS)
     with together("comparing with the checkpoint"):
         _compare(job)
     return job

@@ -199,19 +199,10 @@ def _announce(job: Job, say: Callable[..., None]) -> None:
     if tally.without_target:
         log.warning_rank0("%d of %d rows hold no token to train on and were left out", tally.without_target, tally.rows)
     say("device: %s", job.runtime.device_name())
-    say("batch: %s, %d steps", job.plan, _steps(job))
+    say("batch: %s, %d steps", job.plan, job.steps)
     say("%s", base.describe_backend(job.config, job.plan.world_size))
     if job.resume is not None:
         say("resuming from %s", job.resume)
-
-
-def _steps(job: Job) -> int:
-    if job.training.max_steps > 0:
-        return int(job.training.max_steps)
-    assert job.train_set is not None
-    return job.plan.steps(
-        len(job.train_set), job.training.num_train_epochs, drop_last=job.training.dataloader_drop_last
-    )
 
 
 def _parameters(model: torch.nn.Module) -> str:

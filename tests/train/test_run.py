@@ -1,0 +1,336 @@
+"""A whole run on a tiny model: what it writes, how it resumes, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from torchturbo.checkpoint.files import STAGING
+from torchturbo.engine.config import load_config
+from torchturbo.errors import ConfigError
+from torchturbo.train.run import TrainResult, train
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with dropout (so that random states matter) and rows."""
+    folder = tmp_path_factory.mktemp("material")
+    tiny.save(folder / "model", attention_dropout=0.1)
+    tiny.write_jsonl(folder / "rows.jsonl", tiny.rows(24))
+    return folder
+
+
+def command(material: Path, output: Path, *words: str) -> list[str]:
+    return [
+        "--model_name_or_path", str(material / "model"), "--dataset", str(material / "rows.jsonl"),
+        "--output_dir", str(output), "--max_steps", "6", "--learning_rate", "5e-3", "--per_device_train_batch_size", "2",
+        "--use_cpu", *words,
+    ]  # fmt: skip
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def losses(result: TrainResult) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in result.log_history if "loss" in entry}
+
+
+def test_a_run_trains_and_writes_what_it_should(material: Path, tmp_path: Path) -> None:
+    """Model, tokenizer, configuration, record, curve; the loss has fallen."""
+    out = tmp_path / "out"
+    result = train(command(material, out, "--tt_gbs", "2", "--max_steps", "12"))
+
+    assert losses(result)[12] == result.final_loss < losses(result)[1] - 1
+    assert (result.steps, result.output_dir) == (12, out)
+    assert load_config(str(out / "torchturbo.yaml")) == result.config
+    assert result.config.gbs == 2
+    assert (out / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert result.curve == out / "loss_curve.png"
+    record = json.loads((out / "torchturbo_run.json").read_text())
+    assert record["step"] == 12
+    assert record["run"]["gradient_accumulation_steps"] == 2
+    assert record["run"]["world_size"] == 1
+    assert record["run"]["dataset"][0]["rows"] == 24
+    assert record["versions"]["torch"] == torch.__version__
+    assert not list(out.glob(".*"))
+
+
+def test_the_saved_model_is_the_trained_one(material: Path, tmp_path: Path) -> None:
+    """It loads with plain Transformers, generates with a cache, and its tokenizer brings the template."""
+    out = tmp_path / "out"
+    result = train(command(material, out, "--max_steps", "2"))
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    for (name, saved), trained in zip(model.named_parameters(), result.model.parameters(), strict=True):
+        assert torch.equal(saved, trained), name
+    assert model.config.use_cache
+    assert result.model.config.use_cache
+    assert not result.model.training
+    assert AutoTokenizer.from_pretrained(out).chat_template == tiny.CHATML
+    assert json.loads((out / "checkpoint-2" / "config.json").read_text())["use_cache"]
+
+
+def test_a_checkpoint_holds_its_configuration(material: Path, tmp_path: Path) -> None:
+    """Each one, beside what Trainer writes; save_total_limit is Trainer's."""
+    out = tmp_path / "out"
+    result = train(command(material, out, "--save_steps", "2", "--save_total_limit", "2"))
+
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    for step in (4, 6):
+        folder = out / f"checkpoint-{step}"
+        assert load_config(str(folder / "torchturbo.yaml")) == result.config
+        assert json.loads((folder / "torchturbo_run.json").read_text())["step"] == step
+        for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+            assert (folder / name).is_file(), name
+
+
+def test_the_best_checkpoint_is_found_and_kept(material: Path, tmp_path: Path) -> None:
+    """Its path is that of the published folder, in the state that is saved too."""
+    out = tmp_path / "out"
+    words = [
+        "--eval_dataset",
+        str(material / "rows.jsonl"),
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "2",
+        "--save_steps",
+        "2",
+    ]
+    result = train(command(material, out, *words, "--load_best_model_at_end", "--save_total_limit", "1"))
+
+    state = result.trainer.state
+    assert Path(state.best_model_checkpoint).is_dir()
+    assert STAGING not in (out / "checkpoint-6" / "trainer_state.json").read_text()
+    assert torch.equal(weights(out)["lm_head.weight"], weights(Path(state.best_model_checkpoint))["lm_head.weight"])
+
+
+# ---- resuming ----
+
+
+class StopAt(TrainerCallback):  # type: ignore[misc]
+    """Ends a run at a step, as Ctrl-C would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--tt_gbs", "2"], ["--tt_mixed_precision", "bf16", "--packing", "--cutoff_len", "99"]]
+)
+def test_a_resumed_run_is_bit_equal(words: list[str], material: Path, tmp_path: Path) -> None:
+    """Losses, weights and optimizer are those of the run that was never interrupted."""
+    whole = train(command(material, tmp_path / "whole", "--save_steps", "2", *words))
+    with pytest.raises(KeyboardInterrupt):
+        train(command(material, tmp_path / "part", "--save_steps", "2", *words), callbacks=[StopAt(5)])
+
+    rest = train(command(material, tmp_path / "part", "--save_steps", "2", "--resume_from_checkpoint", "true", *words))
+
+    assert losses(rest) == losses(whole)
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(tensor, weights(tmp_path / "part")[name]), name
+    moments = [torch.load(tmp_path / run / "checkpoint-6" / "optimizer.pt")["state"] for run in ("whole", "part")]
+    for index, state in moments[0].items():
+        assert torch.equal(state["exp_avg_sq"], moments[1][index]["exp_avg_sq"])
+
+
+@pytest.fixture(scope="module")
+def stopped(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint at step 2 of 6."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.raises(KeyboardInterrupt):
+        train(command(material, out, "--save_steps", "2"), callbacks=[StopAt(3)])
+    return out
+
+
+CHANGES = [
+    (["--tt_gbs", "3"], {"gbs", "gradient_accumulation_steps"}),
+    (["--per_device_train_batch_size", "4"], {"per_device_train_batch_size"}),
+    (["--seed", "3"], {"seed", "data_seed"}),
+    (["--learning_rate", "1e-4"], {"learning_rate"}),
+    (["--max_steps", "9"], {"max_steps"}),
+    (["--lr_scheduler_type", "cosine"], {"lr_scheduler_type"}),
+    (["--packing"], {"packing"}),
+    (["--cutoff_len", "50"], {"cutoff_len", "dataset_tokens"}),
+    (["--train_on_prompt"], {"train_on_prompt"}),
+    (["--tt_mixed_precision", "bf16"], {"mixed_precision"}),
+]
+
+
+@pytest.mark.parametrize(("words", "names"), CHANGES, ids=[" ".join(words) for words, _ in CHANGES])
+def test_what_changes_the_data_or_the_schedule_stops_a_resume(
+    words: list[str], names: set[str], stopped: Path, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stock Trainer would skip samples or jump in the schedule without a word (integration facts, 4c)."""
+    with pytest.raises(ConfigError) as caught:
+        train(command(material, stopped, "--resume_from_checkpoint", "true", *words))
+
+    assert {problem.key for problem in caught.value.problems} == names
+    lines = capsys.readouterr().err
+    for name in names:
+        assert f"--tt_resume_allow {name}" in lines
+
+
+def test_other_rows_stop_a_resume(stopped: Path, material: Path, tmp_path: Path) -> None:
+    """The files are known by their content."""
+    other = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.rows(23))
+
+    with pytest.raises(ConfigError) as caught:
+        train(command(material, stopped, "--resume_from_checkpoint", "true", "--dataset", str(other)))
+
+    assert {problem.key for problem in caught.value.problems} == {"dataset", "dataset_tokens"}
+
+
+def test_an_allowed_change_is_taken_and_said(stopped: Path, material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """And only that one; a name that is nothing gets the nearest."""
+    stopped = Path(shutil.copytree(stopped, tmp_path / "out"))
+    words = ["--resume_from_checkpoint", str(stopped / "checkpoint-2"), "--learning_rate", "1e-3"]
+    with pytest.raises(ConfigError) as caught:
+        train(command(material, stopped, *words, "--tt_resume_allow", "lerning_rate"))
+    assert "did you mean learning_rate" in str(caught.value)
+
+    result = train(command(material, stopped, *words, "--save_strategy", "no", "--tt_resume_allow", "learning_rate"))
+
+    assert result.steps == 6
+    assert [entry["learning_rate"] for entry in result.log_history if entry.get("step") == 3] == pytest.approx(
+        [1e-3 * 4 / 6]
+    )
+    assert any("another learning_rate" in line for line in logged)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [("nowhere", "there is no such folder"), ("model", "no trainer_state.json in it")],
+)
+def test_a_checkpoint_that_is_none(
+    wanted: str, words: str, stopped: Path, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that are there are named."""
+    with pytest.raises(ConfigError):
+        train(command(material, stopped, "--resume_from_checkpoint", str(material / wanted)))
+
+    line = capsys.readouterr().err
+    assert words in line
+    assert str(stopped / "checkpoint-2") in line
+
+
+def test_old_checkpoints_are_not_trained_over(
+    stopped: Path, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second run into the same folder must say which it means."""
+    with pytest.raises(ConfigError):
+        train(command(material, stopped))
+
+    assert "holds checkpoint-2 of an earlier run; go on with --resume_from_checkpoint true" in capsys.readouterr().err
+
+
+def test_old_checkpoints_are_removed_where_asked(material: Path, tmp_path: Path) -> None:
+    """Then the folder holds one run."""
+    out = tmp_path / "out"
+    train(command(material, out, "--save_steps", "2", "--max_steps", "4"))
+    train(command(material, out, "--max_steps", "3", "--overwrite_output_dir", "true"))
+
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+# ---- interrupts and failures ----
+
+
+def test_an_interrupt_leaves_the_last_checkpoint_and_the_curve(stopped: Path) -> None:
+    """And nothing half-written."""
+    assert sorted(path.name for path in stopped.iterdir()) == ["checkpoint-2", "loss_curve.png"]
+
+
+def test_a_save_that_fails_leaves_no_checkpoint(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint appears when it is whole."""
+    from transformers import Trainer
+
+    def broken(self: Any, *args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Trainer, "_save_rng_state", broken)
+    with pytest.raises(OSError, match="no space"):
+        train(command(material, tmp_path / "out", "--save_steps", "2"))
+
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert not list((tmp_path / "out").glob(f"{STAGING}/checkpoint-*"))
+
+
+def test_what_a_killed_run_left_is_cleared(material: Path, tmp_path: Path) -> None:
+    """A half-written checkpoint is never resumed from, and goes at the next start."""
+    left = tmp_path / "out" / STAGING / "checkpoint-9"
+    left.mkdir(parents=True)
+
+    train(command(material, tmp_path / "out", "--max_steps", "1"))
+
+    assert not left.exists()
+
+
+# ---- options ----
+
+
+def test_packing_trains_on_the_same_tokens(material: Path, tmp_path: Path) -> None:
+    """In fewer sequences."""
+    words = ["--packing", "--cutoff_len", "128", "--max_steps", "1"]
+    packed = train(command(material, tmp_path / "a", *words))
+    plain = train(command(material, tmp_path / "b", "--max_steps", "1"))
+
+    assert len(packed.trainer.train_dataset) <= len(plain.trainer.train_dataset) / 2
+    assert packed.trainer.turbo_facts["dataset_tokens"] == plain.trainer.turbo_facts["dataset_tokens"]
+
+
+def test_evaluation_is_logged_and_drawn(material: Path, tmp_path: Path) -> None:
+    """Once an epoch where nobody said when."""
+    result = train(command(material, tmp_path / "out", "--eval_dataset", str(material / "rows.jsonl")))
+
+    assert [entry["step"] for entry in result.log_history if "eval_loss" in entry] == [6]
+
+
+def test_bf16_typed_for_the_framework_is_the_engines(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """Its place is the option."""
+    result = train(command(material, tmp_path / "out", "--bf16", "--max_steps", "1"))
+
+    assert result.config.mixed_precision == "bf16"
+    assert "mixed_precision = bf16  (--bf16)" in logged
+    assert not result.trainer.args.bf16
+
+
+def test_quiet_says_nothing(
+    material: Path, tmp_path: Path, logged: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The caller draws the console."""
+    train(command(material, tmp_path / "out", "--max_steps", "2"), quiet=True)
+
+    assert logged == []
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_the_process_is_left_as_it_was(material: Path, tmp_path: Path) -> None:
+    """Deterministic algorithms are a mode of the process."""
+    train(command(material, tmp_path / "out", "--tt_use_deterministic_algorithms", "--max_steps", "1"))
+
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_two_runs_are_the_same_run(material: Path, tmp_path: Path) -> None:
+    """Seeds decide everything."""
+    first, second = (train(command(material, tmp_path / name, "--max_steps", "3")) for name in "ab")
+
+    assert losses(first) == losses(second)
