@@ -129,7 +129,7 @@ class _Reader:
         return self._text[self._open[-1]] if self._open else ""
 
     def _may_close(self, state: int, character: str) -> bool:
-        return state in (_FIRST_KEY, _FIRST_VALUE, _COMMA) and character != "" and character == self._closing()
+        return state in (_FIRST_KEY, _FIRST_VALUE, _COMMA) and character == self._closing()
 
     def _closing(self) -> str:
         return _CLOSING.get(self._bracket(), "")

@@ -186,11 +186,9 @@ class TreeBuilder:
 
     def drop(self, line: int, column: int) -> None:
         """Leave out the key or value that stands here; with a key goes its value."""
-        if not self._stack:
-            return
-        branch = self._stack[-1]
-        if branch.seen is None:
-            return
+        branch = self._stack[-1] if self._stack else None
+        if branch is None or branch.seen is None:
+            return  # no root; a list with an item less
         if branch.key is None:
             branch.key, branch.drop = Scalar("?", False, line, column), True
         else:

@@ -77,12 +77,6 @@ class PureParser(Reader, Scanner, Parser):
         self._refuse_tab()
         return result
 
-    def scan_block_scalar_breaks(self, indent: int) -> Any:
-        result = super().scan_block_scalar_breaks(indent)
-        if self.column < indent:
-            self._refuse_tab()
-        return result
-
     def _refuse_tab(self) -> None:
         if self.peek() == "\t":
             raise ScannerError(None, None, "found a tab character that violates indentation", self.get_mark())

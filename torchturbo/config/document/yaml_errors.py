@@ -20,7 +20,6 @@ _ROWS: Final[tuple[tuple[str, str, str, str, bool], ...]] = (
     ("quoted scalar", "end of stream", "a quote that is never closed", "", True),
     ("quoted scalar", "document", "a quote that is never closed", "", True),
     ("", "invalid Unicode", "an escape that stands for no character", "write the character itself", False),
-    ("double-quoted scalar", "hex", "an escape with too few digits", _BACKSLASH, False),
     ("quoted scalar", "hex", "an escape with too few digits", _BACKSLASH, False),
     ("quoted scalar", "escape", "an unknown escape in double quotes", _BACKSLASH, False),
     ("flow sequence", "expected", "expected ',' or ']' in the list that starts at {start}", "", False),
