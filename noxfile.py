@@ -23,7 +23,7 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # These folders need a language server, a browser or a build backend, and have sessions of their own.
 OWN_SESSION = ["tests/ide", "tests/site", "tests/package"]
 # What holds without torch, on every supported Python: schema, code generation, configuration and commands.
-WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/habits"]
+WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/docs", "tests/habits"]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle OpenMP threads sleep; spinning ones slow a shared machine down fivefold
 
 
