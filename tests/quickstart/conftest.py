@@ -1,4 +1,4 @@
-"""A model of 20 kB in a wheel of the same shape as the real one: what the download and the conversion are tried on."""
+"""A model of 40 kB in a wheel of the same shape as the real one: what the download and the conversion are tried on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import pytest
 from torchturbo.quickstart.model import Source
 
 MEMBER = "tiny_model/tiny.gguf"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 
@@ -109,7 +113,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     layers, hidden, inner, vocabulary = 2, 32, 64, byte_vocabulary()
-    writer.add_context_length(64)
+    writer.add_context_length(512)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)
     writer.add_feed_forward_length(inner)
@@ -125,10 +129,13 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
+    writer.add_chat_template(CHAT_TEMPLATE)
     random = np.random.default_rng(0)
 
     def add(name: str, *shape: int) -> None:
-        values = random.standard_normal(shape, dtype=np.float32)
+        values = (
+            0.1 * random.standard_normal(shape, dtype=np.float32) if len(shape) == 2 else np.ones(shape, np.float32)
+        )
         kind = gguf.GGMLQuantizationType.Q4_1 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(values, kind) if len(shape) == 2 else values
         writer.add_tensor(name, data, raw_dtype=kind)

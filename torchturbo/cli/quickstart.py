@@ -107,7 +107,9 @@ def _set_environment() -> None:
     # More than one visible GPU would make the Trainer split each batch of four.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # The libraries' bars would write over the quickstart's own.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     # Everything is on the disk by then: no library may wait for a hub.
     os.environ["HF_HUB_OFFLINE"] = "1"
 

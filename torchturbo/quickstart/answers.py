@@ -8,8 +8,8 @@ from typing import Any
 
 from torchturbo.quickstart.tickets import Row
 
-LONGEST = 40
-"""Tokens after which an answer is cut; the wanted ones have at most 24."""
+LONGEST = 32
+"""Tokens after which an answer is cut; the wanted ones have at most 18."""
 
 
 def ask(folder: Path, rows: Sequence[Row]) -> list[str]:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torchturbo
 from torchturbo.config.keys import shown
 from torchturbo.generated.keys import KEYS
 from torchturbo.quickstart import tickets
 from torchturbo.quickstart.cache import cache_folder
 from torchturbo.quickstart.console import BOLD, CYAN, DIM, GREEN, RED, Console
 from torchturbo.quickstart.errors import Interrupted
-from torchturbo.quickstart.model import SMOLLM2, model_folder
+from torchturbo.quickstart.model import SMOLLM2, Source, model_folder
 from torchturbo.quickstart.output import CONFIG, RECORD, Output
 from torchturbo.quickstart.plot import draw
 from torchturbo.quickstart.tickets import Score
@@ -44,7 +45,7 @@ class Options:
     seed: int
 
 
-def quickstart(options: Options, console: Console) -> None:
+def quickstart(options: Options, console: Console, source: Source = SMOLLM2) -> None:
     """Run all steps. A run that fails or is interrupted leaves the output folder as it found it.
 
     Raises:
@@ -52,10 +53,10 @@ def quickstart(options: Options, console: Console) -> None:
         ConfigError: an environment variable of the user's sets TorchTurbo to something wrong.
     """
     started = time.perf_counter()
-    output = Output.claim(options.output_dir, SMOLLM2.folder_bytes)
+    output = Output.claim(options.output_dir, source.folder_bytes)
     try:
         _introduce(options, output, console)
-        _Run(options, output, console).all(started)
+        _Run(options, output, console, source).all(started)
     except KeyboardInterrupt:
         output.discard()
         if output.kept:
@@ -87,15 +88,15 @@ def _introduce(options: Options, output: Output, console: Console) -> None:
 class _Run:
     """One run: what the steps hand on to each other."""
 
-    def __init__(self, options: Options, output: Output, console: Console) -> None:
-        self.options, self.output, self.console = options, output, console
+    def __init__(self, options: Options, output: Output, console: Console, source: Source) -> None:
+        self.options, self.output, self.console, self.source = options, output, console, source
         self.rows = tickets.read_rows(tickets.HELD_OUT)
 
     def all(self, started: float) -> None:
         console = self.console
         self._check()
         with console.step(1, STEPS, "Get the model"):
-            model = model_folder(cache_folder(), console)
+            model = model_folder(cache_folder(), console, self.source)
         with console.step(2, STEPS, f"Ask it about {len(self.rows)} tickets it will not be trained on"):
             before = self._ask(model)
         with console.step(3, STEPS, self._training_title()):
@@ -120,8 +121,8 @@ class _Run:
         self.console.progress("loading PyTorch and Transformers", 0, 1)
         from torchturbo.train.commandline import read_command
 
-        self.output.write_inputs(_record(self.options))
-        read_command(train_arguments(self.options, self.output, cache_folder() / SMOLLM2.folder))
+        self.output.write_inputs(self._record())
+        read_command(train_arguments(self.options, self.output, cache_folder() / self.source.folder))
         self.console.end_bar()
 
     def _ask(self, model: Path) -> list[str]:
@@ -214,7 +215,7 @@ class _Run:
         names = ("before", "after")
         self.output.write_record(
             {
-                **_record(self.options),
+                **self._record(),
                 "finished": True,
                 "seconds": seconds,
                 "loss": [loss for _, loss in losses],
@@ -225,6 +226,19 @@ class _Run:
                 ],
             }
         )
+
+    def _record(self) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        return {
+            "torchturbo": torchturbo.__version__,
+            **{name: version(name) for name in ("torch", "transformers")},
+            "model": self.source.requirement,
+            "steps": self.options.steps,
+            "seed": self.options.seed,
+            "learning_rate": float(LEARNING_RATE),
+            "rows_per_step": ROWS_PER_STEP,
+        }
 
     def _say_what_next(self, model: Path, curve: Path | None, seconds: float) -> None:
         console, output = self.console, self.output
@@ -312,23 +326,6 @@ def _losses(result: TrainResult) -> list[tuple[int, float]]:
     return loss_points(result.log_history)
 
 
-def _record(options: Options) -> dict[str, Any]:
-    from importlib.metadata import version
-
-    import torchturbo
-
-    packages = {name: version(name) for name in ("torch", "transformers")}
-    return {
-        "torchturbo": torchturbo.__version__,
-        **packages,
-        "model": SMOLLM2.requirement,
-        "steps": options.steps,
-        "seed": options.seed,
-        "learning_rate": float(LEARNING_RATE),
-        "rows_per_step": ROWS_PER_STEP,
-    }
-
-
 def _progress(console: Console) -> Any:
     """Return a Trainer callback that moves the console's bar."""
     from transformers import TrainerCallback
@@ -347,7 +344,7 @@ def _progress(console: Console) -> Any:
             step, steps = state.global_step, state.max_steps
             text = f"step {step}/{steps}  loss {float(logs['loss']):.2f}"
             console.progress(text, step, steps)
-            if not console.live and step % max(1, steps // PLAIN_LINES) == 0:
+            if not console.live and (step % max(1, steps // PLAIN_LINES) == 0 or step == steps):
                 console.line(f"    {text}")
 
     return Progress()
