@@ -25,6 +25,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(key.env, raising=False)
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name, raising=False)
+    # The handler of an earlier test writes to the stderr that pytest caught there and has closed since.
+    logging.getLogger("torchturbo").handlers.clear()
 
 
 @pytest.fixture

@@ -7,9 +7,12 @@ import sys
 import traceback
 
 from torchturbo.errors import ConfigError, is_first_local_rank, wants_colour
+from torchturbo.train.commandline import (  # light: its problems come before torch is imported
+    MissingLibrary,
+    read_command,
+)
 
 DEBUG = "TORCHTURBO_DEBUG"
-LIBRARIES = ("torch", "transformers", "accelerate")
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
@@ -25,18 +28,15 @@ def run(argv: list[str]) -> int:
     if _asks_for_help(argv):
         return _help()
     try:
-        from torchturbo.train.commandline import read_command  # light: its own problems come before torch is imported
-
         command = read_command(argv)
         from torchturbo.train.run import run_command
 
         run_command(command)
     except ConfigError as error:
         return int(error.code or 0)
-    except ModuleNotFoundError as error:
-        if error.name not in LIBRARIES:
-            raise
-        print(f"error: {error.name} is not installed; pip install 'torchturbo[train]'", file=sys.stderr)
+    except MissingLibrary as error:
+        if is_first_local_rank():
+            print(f"error: {error.name} is not installed; pip install 'torchturbo[train]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if is_first_local_rank():

@@ -168,7 +168,7 @@ def _parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any]
         except argparse.ArgumentError as error:
             options = (error.argument_name or "").split("/")
             problems.append(Problem(options[0], "", _one_line(error.message)))
-            shorter = _without(argv, options)
+            shorter = _without(argv, options, parser)
             if len(shorter) == len(argv):
                 return {}, [], problems
             argv = shorter
@@ -177,14 +177,20 @@ def _parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any]
             return {}, [], problems
 
 
-def _without(argv: list[str], options: list[str]) -> list[str]:
-    """Return the command line without an option and the words that follow it."""
-    kept, dropping = [], False
+def _without(argv: list[str], options: list[str], parser: FrameworkParser) -> list[str]:
+    """Return the command line without an option and the words that it takes."""
+    action = parser._option_string_actions[options[0]]
+    kept, take = [], 0
     for word in argv:
         if word.startswith("-"):
-            dropping = word.partition("=")[0] in options
-        if not dropping:
-            kept.append(word)
+            take = 0
+            if word.partition("=")[0] in options:
+                take = len(argv) if action.nargs == "+" else int("=" not in word)
+                continue
+        elif take:
+            take -= 1
+            continue
+        kept.append(word)
     return kept
 
 
@@ -199,14 +205,16 @@ def _unknown(parser: FrameworkParser, rest: list[str]) -> list[Problem]:
     problems, after_option = [], False
     for word in rest:
         if word.startswith("-") and word != "--":
-            after_option = True
+            after_option = "=" not in word
             name = word.partition("=")[0]
             near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known, n=2, cutoff=0.7)
             remedy = REMEDIES.get(name.lstrip("-"), "")
             if not remedy and near:
                 remedy = f"did you mean {' or '.join(near)}?"
             problems.append(Problem(name, "", "unknown argument", remedy))
-        elif word != "--" and not after_option:
+        elif after_option:  # the unknown option's value
+            after_option = False
+        elif word != "--":
             remedy = ""
             if word.endswith((".yaml", ".yml", ".json")):
                 remedy = f"a TorchTurbo configuration is given with {KEYS['config_path'].cli}, rows with --dataset"

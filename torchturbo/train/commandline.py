@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchturbo.adapters import base
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.train.arguments import Parsed
 
+LIBRARIES = ("torch", "transformers", "accelerate")
 TAKEN_OVER = ("bf16", *CHECKPOINTING_NAMES, *(f"{name}_kwargs" for name in CHECKPOINTING_NAMES))
 """Training arguments that become the engine's; the Trainer never sees them."""
+
+
+class MissingLibrary(ModuleNotFoundError):
+    """A library that training needs is not installed."""
 
 
 class Command(NamedTuple):
@@ -37,6 +43,10 @@ def read_command(argv: Sequence[str]) -> Command:
     except ConfigError as error:
         own, args, rest = error, TorchTurboArgs(), read_command_line(argv).rest
 
+    if name := missing_library():
+        if own is not None:
+            raise own
+        raise MissingLibrary(name, name=name)
     from torchturbo.train.arguments import parse_framework  # torch and transformers: seconds
 
     problems: list[Problem] = []
@@ -57,6 +67,17 @@ def read_command(argv: Sequence[str]) -> Command:
     set_torchturbo_args(args)
     kept = {name: value for name, value in said.items() if name not in TAKEN_OVER}
     return Command(parsed._replace(training=kept), config, said.get("gradient_accumulation_steps"))
+
+
+def missing_library() -> str | None:
+    """Return a library that training needs and that is not installed, without importing any."""
+    for name in LIBRARIES:
+        try:
+            if find_spec(name) is None:
+                return name
+        except (ModuleNotFoundError, ValueError):
+            return name
+    return None
 
 
 def _load_kwargs(said: dict[str, Any]) -> list[Problem]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchturbo.errors import ConfigError, Problem
@@ -35,10 +36,20 @@ def folder_problem(name: str) -> Problem | None:
         return Problem(str(config), "", f"can't be read as JSON: {error}")
     if not model_type:
         return Problem(str(config), "", "names no model_type")
+    return _weights_problem(path)
+
+
+def _weights_problem(path: Path) -> Problem | None:
+    """Return what the headers of a model's weight files show to be wrong; a file that was cut off is found so."""
+    remedy = "was the download or the save interrupted?"
     if not any(True for pattern in WEIGHTS for _ in path.glob(pattern)):
-        return Problem(
-            PLACE, "", f"{path} holds no weights (*.safetensors)", "was the download or the save interrupted?"
-        )
+        return Problem(PLACE, "", f"{path} holds no weights (*.safetensors)", remedy)
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return Problem(PLACE, "", f"{file} is broken: {_short(error)}", remedy)
     return None
 
 
@@ -111,7 +122,7 @@ def load_model(arguments: ModelArguments, config: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             _required(arguments), trust_remote_code=arguments.trust_remote_code, **kwargs
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
 
 
