@@ -12,11 +12,12 @@ from torchturbo.config.specs import FALSE_WORDS, TRUE_WORDS
 NULLS = ("null", "Null", "NULL")
 FILE_NULLS = (*NULLS, "~", "")
 FILE_BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
-_BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
-_NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-_NOT_FINITE_WORDS = re.compile(r"[-+]?(?:inf|infinity|nan)", re.IGNORECASE)
+# Texts, which `re` compiles where a value first needs one: most launches need the first alone.
+_INTEGER = r"[-+]?(?:0|[1-9][0-9]*)"
+_BASED = r"0o[0-7]+|0x[0-9a-fA-F]+"
+_NUMBER = r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+_NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_NOT_FINITE_WORDS = r"(?i)[-+]?(?:inf|infinity|nan)"
 LONGEST_NUMBER = 400
 """Characters; Python itself refuses to read integers of some thousand digits."""
 SHOWN = 60
@@ -48,7 +49,7 @@ def read(key: Key, written: Written) -> Any:
             return known
     elif key.type in ("integer", "number"):
         value = number(text)
-        if value is None and not written.in_file and _NOT_FINITE_WORDS.fullmatch(text):
+        if value is None and not written.in_file and re.fullmatch(_NOT_FINITE_WORDS, text):
             value = float(text)
         if value is not None:
             return _narrowed(value, key)
@@ -63,13 +64,13 @@ def number(text: str) -> int | float | None:
     """Return the number that a text is by YAML 1.2's core schema, or None."""
     if len(text) > LONGEST_NUMBER:
         return None
-    if _INTEGER.fullmatch(text):
+    if re.fullmatch(_INTEGER, text):
         return int(text)
-    if _BASED.fullmatch(text):
-        return int(text, 0)
-    if _NUMBER.fullmatch(text):
+    if re.fullmatch(_NUMBER, text):
         return float(text)
-    if _NOT_FINITE.fullmatch(text):
+    if re.fullmatch(_BASED, text):
+        return int(text, 0)
+    if re.fullmatch(_NOT_FINITE, text):
         return float(text.replace(".", "").lower())
     return None
 

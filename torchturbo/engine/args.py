@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -76,11 +77,12 @@ def get_arg_specs() -> tuple[TurboArgSpec, ...]:
 
 def help_text() -> str:
     """Return the help of all options."""
-    from pathlib import Path
-
     import torchturbo.generated
 
-    return (Path(torchturbo.generated.__file__).parent / "help.txt").read_text(encoding="utf-8")
+    # Not pathlib, whose import takes longer than the rest of the help.
+    path = os.path.join(os.path.dirname(torchturbo.generated.__file__), "help.txt")
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 _process_args: TorchTurboArgs | None = None
