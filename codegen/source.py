@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 
 from torchturbo.config.keys import Alias, Condition, Deprecation, Key, Rule, Section
+from torchturbo.config.launch import Launch
 
 Schema = dict[str, Any]
 
@@ -117,7 +118,10 @@ def _dialect_problems(schema: Schema, meta: Schema) -> Iterator[str]:
         # if/then/else reports the whole subschema; its causes say what is wrong with the key itself.
         for cause in error.context or [error]:
             where = _where(list(cause.absolute_path) or list(error.absolute_path))
-            line = f"{where}: {cause.message if len(cause.message) < 300 else cause.message[:300] + ' ...'}"
+            message = cause.message
+            if cause.validator == "not":  # jsonschema prints the whole value and the whole schema
+                message = cause.schema.get("$comment", message)
+            line = f"{where}: {message if len(message) < 300 else message[:300] + ' ...'}"
             if line not in seen:
                 seen.add(line)
                 yield line
@@ -139,7 +143,7 @@ def _build(schema: Schema) -> Source:
     keys: list[Key] = []
     positions: dict[str, int] = {}
 
-    def walk(body: Schema, path: str, depth: int = 0) -> None:
+    def walk(body: Schema, path: str, inside: tuple[str, ...] = ()) -> None:
         notes = body["x-torchturbo"]
         names = tuple(body["properties"])
         section = Section(path=path, class_name=notes["class"], text=body["description"], names=names)
@@ -152,9 +156,11 @@ def _build(schema: Schema) -> Source:
             child_path = f"{path}.{name}" if path else name
             if "$ref" in child:
                 target = child["$ref"].removeprefix("#/$defs/")
-                if target not in schema["$defs"] or depth > 8:
-                    raise SchemaError(f"{child_path}: $ref to {target}, which does not exist or contains itself")
-                walk(schema["$defs"][target], child_path, depth + 1)
+                if target not in schema["$defs"]:
+                    raise SchemaError(f"{child_path}: $ref to {target}, which does not exist")
+                if target in inside:
+                    raise SchemaError(f"{child_path}: $ref to {target}, which contains it")
+                walk(schema["$defs"][target], child_path, (*inside, target))
             else:
                 add(child_path, child, runtime=False)
 
@@ -225,6 +231,8 @@ def _contradictions(source: Source) -> Iterator[str]:
         yield from _dangling(source, key)
     for section in source.sections:
         body = source.schema["$defs"].get(section.class_name)
+        if section.path and body and "rules" in body["x-torchturbo"]:
+            yield f"{section.path}: rules stand at the top of the schema"
         if section.path and (body is None or body["x-torchturbo"]["class"] != section.class_name):
             yield f"{section.path}: the definition and its class must have one name, {section.class_name}"
     used = {section.class_name for section in source.sections} | {RUNTIME}
@@ -239,14 +247,17 @@ def _duplicates(source: Source) -> Iterator[str]:
 
     def take(kind: str, value: str | None, owner: str) -> Iterator[str]:
         if value is not None:
-            other = seen.setdefault(value if kind != "field" else f"field {value}", owner)
+            # Flags, variables and paths can be told apart by their spelling; fields and names look like paths.
+            other = seen.setdefault(f"name {value}" if kind in ("field", "name") else value, owner)
             if other != owner:
                 yield f"{owner}: {kind} {value} is already taken by {other}"
 
     for key in source.keys:
+        if source.by_path[key.path] is not key:
+            yield f"{RUNTIME}.{key.path}: an input of a launch cannot have a key's name"
         yield from take("flag", key.cli, key.path)
         yield from take("variable", key.env, key.path)
-        yield from take("field", key.arg, key.path)
+        yield from take("field" if key.arg else "name", key.name, key.path)
         yield from take("path", key.path, key.path)
         for alias in key.aliases:
             for kind, value in (("flag", alias.cli), ("variable", alias.env), ("path", alias.path)):
@@ -271,10 +282,21 @@ def _names(source: Source) -> Iterator[str]:
     mixin = {"runtime", "provenance", "overridden", "get", "origin", "changed"}
     for name in sorted(mixin & set(source.sections[0].names)):
         yield f"{name}: EngineConfig has a member of that name"
+    for key in source.keys:
+        if key.arg == "config_overrides" or hasattr(Launch, key.arg or "-"):
+            yield f"{key.path}: arg: TorchTurboArgs has a member {key.arg} of its own"
 
 
 def _misfits(source: Source, key: Key) -> Iterator[str]:
     """Yield values written beside a key that its own schema refuses."""
+    if key.pattern:
+        try:
+            re.compile(key.pattern)
+        except re.error as error:
+            yield f"{key.path}: pattern: {error}"
+            return
+        if not key.form:
+            yield f"{key.path}: form: an item with a pattern says in words how it is written"
     body = next(body for path, body in _leaves(source.schema) if path == key.path)
     own = {name: body[name] for name in ("type", "enum", "minimum", "maximum", "items") if name in body}
     validator = jsonschema.Draft202012Validator(own)
@@ -299,13 +321,12 @@ def _misfits(source: Source, key: Key) -> Iterator[str]:
         yield f"{key.path}: enum: a key that takes null lists null"
     if (key.type == "array") != (key.action == "append"):
         yield f"{key.path}: action: append belongs to lists, and every list needs it"
-    if key.pattern:
-        try:
-            re.compile(key.pattern)
-        except re.error as error:
-            yield f"{key.path}: pattern: {error}"
-        if not key.form:
-            yield f"{key.path}: form: an item with a pattern says in words how it is written"
+    if (key.minimum is not None or key.maximum is not None) and key.type not in ("integer", "number"):
+        yield f"{key.path}: minimum and maximum belong to numbers"
+    if key.choices and key.type != "string":
+        yield f"{key.path}: enum: only texts are listed"
+    if key.cli and not (key.metavar or key.choices):
+        yield f"{key.path}: metavar: the help of an option names its value, or lists the enum"
     if not key.runtime and (key.launch_only or key.type == "array"):
         yield f"{key.path}: lists and launcher options belong to {RUNTIME}"
 
@@ -337,11 +358,16 @@ def _dangling(source: Source, key: Key) -> Iterator[str]:
                     yield f"{key.path}: active_when: {condition.path} never has the value {value!r}"
         elif other.type not in ("integer", "number"):
             yield f"{key.path}: active_when: {condition.path} is no number"
-    if key.deprecated and key.deprecated.successor and key.deprecated.successor not in source.by_path:
-        yield f"{key.path}: deprecated: there is no key {key.deprecated.successor}"
+    if key.deprecated and key.deprecated.successor:
+        if key.deprecated.successor not in source.by_path:
+            yield f"{key.path}: deprecated: there is no key {key.deprecated.successor}"
+        elif key.deprecated.successor == key.path:
+            yield f"{key.path}: deprecated: a key cannot succeed itself"
     sections = {section.path for section in source.sections}
     for alias in key.aliases:
-        if alias.path and (alias.path in sections or alias.path.rpartition(".")[0] not in sections):
+        if alias.path and key.runtime:
+            yield f"{key.path}: aliases: an input of a launch stands in no file, under no name"
+        elif alias.path and (alias.path in sections or alias.path.rpartition(".")[0] not in sections):
             yield f"{key.path}: aliases: {alias.path} lies in no section, or is one"
 
 
