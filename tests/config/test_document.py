@@ -571,7 +571,7 @@ def test_link_loop_long_name_and_nul() -> None:
     os.symlink("a.yaml", "b.yaml")
     assert only("a.yaml") == f"a.yaml: cannot be read: {os.strerror(errno.ELOOP)}"
     assert only("x" * 5000).endswith(os.strerror(errno.ENAMETOOLONG))
-    assert only("a\0b.yaml") == "a\\0b.yaml: no file can have this name: embedded null byte"
+    assert only("a\0b.yaml") == "a\\0b.yaml: no file can have this name"
     assert "no file can have this name" in only("a\ud800.yaml")
     Path("t.yaml").touch()
     assert "t.yaml/x: cannot be read" in only("t.yaml/x")

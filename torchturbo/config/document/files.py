@@ -72,7 +72,7 @@ def _read_bytes(path: str) -> bytes:
     except OSError as error:
         raise Refused(Problem(path, "", f"cannot be read: {error.strerror or error}")) from error
     except ValueError as error:  # a name with NUL, or with characters that the file system's encoding lacks
-        raise Refused(Problem(path.replace("\0", "\\0"), "", f"no file can have this name: {error}")) from error
+        raise Refused(Problem(path.replace("\0", "\\0"), "", "no file can have this name")) from error
     message = f"larger than {MAX_BYTES // 1_000_000} MB; a configuration is a few kilobytes"
     raise Refused(Problem(path, "", message, "is it the right file?"))
 
