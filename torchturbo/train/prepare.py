@@ -75,8 +75,9 @@ def prepare(command: Command) -> Job:
     with together("checking the run"):
         job, rows, eval_rows = _check(parsed.model, parsed.data, training, config, runtime)
     base.report_accumulation(config, job.plan, command.accumulation, "--gradient_accumulation_steps")
-    with together("reading the tokenizer"):
-        job.tokenizer, job.model_config = load_tokenizer(job.model_arguments), load_config(job.model_arguments)
+    with together("reading the model's configuration"):
+        job.model_config = load_config(job.model_arguments)
+        job.tokenizer = load_tokenizer(job.model_arguments)
     with together("reading the dataset"):
         _encode(job, rows, eval_rows)
     if "logging_steps" not in parsed.training:
