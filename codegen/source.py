@@ -292,8 +292,8 @@ def _misfits(source: Source, key: Key) -> Iterator[str]:
     if key.pattern:
         try:
             re.compile(key.pattern)
-        except re.error as error:
-            yield f"{key.path}: pattern: {error}"
+        except re.error as reason:
+            yield f"{key.path}: pattern: {reason}"
             return
         if not key.form:
             yield f"{key.path}: form: an item with a pattern says in words how it is written"

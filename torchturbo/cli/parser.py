@@ -89,7 +89,7 @@ def _add_options(parser: argparse.ArgumentParser, keys: list[Key], help_flag: st
             choices=words,
             nargs="?" if key.type == "boolean" else None,
             metavar=key.metavar,
-            help=key.text.partition(". ")[0].rstrip("."),
+            help=key.text.partition(". ")[0].rstrip(".").replace("%", "%%"),  # argparse formats it
         )
         if key.path == "config_path" or key.type == "array":
             _complete_files(option)

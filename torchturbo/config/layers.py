@@ -56,6 +56,7 @@ class Reading:
         self.problems: list[Problem] = []
         self.warnings: list[Problem] = []
         self._spelling: dict[str, str] = {}
+        self._replaced: dict[str, str] = {}
 
     def take(self, key: Key, written: Written, place: str, *, spelling: str = "", alias: Alias | None = None) -> None:
         """Read a scalar by its key's type and keep it, or report what is wrong with it.
@@ -94,17 +95,25 @@ class Reading:
             return False
         if alias is not None:
             new = {Layer.FILE: key.path, Layer.ENVIRONMENT: key.env}.get(self.layer, key.cli) or key.path
-            message = f"{spelling} was renamed to {new} in {alias.since} and is read until {alias.removal}"
-            self._warn(Problem(place, "", message, f"write {new}"))
-        if key.deprecated is not None:
-            successor = f"use {key.deprecated.successor}" if key.deprecated.successor else ""
-            message = f"deprecated since {key.deprecated.since}, goes away in {key.deprecated.removal}"
-            self._warn(Problem(place, self._name(key), message, successor))
-            if key.deprecated.successor in self.settings:
-                message = f"given together with its successor {key.deprecated.successor}"
-                self.problems.append(Problem(place, self._name(key), message, "keep the successor"))
-                return False
-        return True
+            message = f"renamed to {new} in {alias.since}; the former name is read until {alias.removal}"
+            self._warn(Problem(place, spelling if self.layer is Layer.FILE else "", message))
+        if key.deprecated is None:
+            return self._alone(key, place, self._replaced.get(key.path), key.path)
+        successor = key.deprecated.successor
+        message = f"deprecated since {key.deprecated.since}, goes away in {key.deprecated.removal}"
+        self._warn(Problem(place, self._name(key), message, f"use {successor}" if successor else ""))
+        if successor is None:
+            return True
+        self._replaced[successor] = key.path
+        return self._alone(key, place, successor if successor in self.settings else None, successor)
+
+    def _alone(self, key: Key, place: str, other: str | None, newer: str) -> bool:
+        """Refuse a key that one source gives together with the one that replaces it."""
+        if other is None:
+            return True
+        message = f"given together with {other}, and one replaces the other"
+        self.problems.append(Problem(place, self._name(key), message, f"keep {newer}"))
+        return False
 
     def _warn(self, warning: Problem) -> None:
         if warning not in self.warnings:
