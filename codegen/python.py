@@ -35,7 +35,7 @@ def flat_arguments(source: Source) -> str:
     frozen, mutable = _classes(_sections_schema(source), frozen=True), _classes(_flat_schema(source), frozen=False)
     imports = [
         "from torchturbo.config.launch import Launch",
-        "from torchturbo.config.values import FrozenValues",
+        "from torchturbo.config.values import FrozenValues, frozen",
         "from torchturbo.logging import LogLevel",
     ]
     parts = [frozen[name] for name in held] + [mutable[FLAT]]
@@ -47,7 +47,7 @@ def sections(source: Source) -> str:
     held = [section.class_name for section in source.sections if section.arg]
     classes = _classes(_sections_schema(source), frozen=True)
     imports = [
-        "from torchturbo.config.values import FrozenValues",
+        "from torchturbo.config.values import FrozenValues, frozen",
         f"from torchturbo.generated.args import {', '.join(held)}",
         "from torchturbo.logging import LogLevel",
     ]
@@ -173,8 +173,9 @@ def _classes(definitions: Schema, *, frozen: bool) -> dict[str, str]:
     assert isinstance(text, str)
     # The generator knows the type's name but writes the default as it stands in the schema.
     text = text.replace("log_level: LogLevel = 'INFO'", "log_level: LogLevel = LogLevel.INFO")
-    # Both come from the base, see torchturbo/config/values.py; the generator writes no arguments that are False.
-    text = text.replace("@dataclass(", "@dataclass(eq=False, repr=False, ")
+    # torchturbo/config/values.py says why; the generator knows no other decorator and no arguments that are False.
+    text = text.replace("@dataclass(frozen=True, kw_only=True)", "@frozen")
+    text = text.replace("@dataclass(kw_only=True)", "@dataclass(kw_only=True, eq=False, repr=False)")
     lines = text.splitlines(keepends=True)
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     return {node.name: "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]) for node in nodes}

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchturbo.config.launch import Launch
-from torchturbo.config.values import FrozenValues
+from torchturbo.config.values import FrozenValues, frozen
 from torchturbo.logging import LogLevel
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class CPUOffloadConfig(FrozenValues):
     """Host-memory offload: trades step time for device memory."""
 
@@ -23,7 +23,7 @@ class CPUOffloadConfig(FrozenValues):
     """Share of the optimizer state's bytes that lives in host memory; 1 moves all of it, 0 none."""
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class TorchTurboArgs(Launch):
     """What the command line said; None means that an option was not given."""
 

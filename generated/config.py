@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
-from torchturbo.config.values import FrozenValues
+from torchturbo.config.values import FrozenValues, frozen
 from torchturbo.generated.args import CPUOffloadConfig
 from torchturbo.logging import LogLevel
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class BackendConfig(FrozenValues):
     """How the distributed backend shards, gathers and offloads the model."""
 
@@ -28,7 +28,7 @@ class BackendConfig(FrozenValues):
     """Earlier layers that a layer gathers ahead in backward; 1 is the one before it."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class OpsConfig(FrozenValues):
     """Operator implementations."""
 
@@ -36,7 +36,7 @@ class OpsConfig(FrozenValues):
     """Which implementation an operator gets (normalisation, rotary embedding, attention, experts, cross-entropy)."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class OptimizerConfig(FrozenValues):
     """The optimizer that the engine manages itself."""
 
@@ -44,7 +44,7 @@ class OptimizerConfig(FrozenValues):
     """Optimizer that the engine builds in place of the framework's."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class ParallelPlan(FrozenValues):
     """Sizes of the mesh axes; what remains of the world is data parallel."""
 
@@ -54,7 +54,7 @@ class ParallelPlan(FrozenValues):
     """Ranks of an expert-parallel group: they share one set of experts."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class ActivationCheckpointingConfig(FrozenValues):
     """Recompute activations in backward instead of keeping them."""
 
@@ -64,7 +64,7 @@ class ActivationCheckpointingConfig(FrozenValues):
     """Use the reentrant form of torch.utils.checkpoint. It frees recomputed intermediates inside the step, which lowers the peak over several steps for mixture-of-experts and linear-attention models."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class MTPConfig(FrozenValues):
     """Multi-token prediction: extra heads that learn to predict further tokens ahead."""
 
@@ -76,7 +76,7 @@ class MTPConfig(FrozenValues):
     """Log the unweighted loss of each head at info level."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class DSparkConfig(FrozenValues):
     """DSpark: a draft branch trained beside the model for speculative decoding, as DeepSpec trains it."""
 
@@ -96,7 +96,7 @@ class DSparkConfig(FrozenValues):
     """Weight of the confidence head's binary cross-entropy."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class MoEConfig(FrozenValues):
     """Mixture-of-experts models: token dispatch and router losses."""
 
@@ -108,7 +108,7 @@ class MoEConfig(FrozenValues):
     """Coefficient of the router z-loss, which keeps router logits small."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class LossChunkConfig(FrozenValues):
     """Output head and cross-entropy computed in pieces, so that the full logits never exist."""
 
@@ -118,7 +118,7 @@ class LossChunkConfig(FrozenValues):
     """Flattened tokens of one chunk. Smaller chunks hold fewer logits and take longer."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class FreezePolicy(FrozenValues):
     """Parts of a vision-language model whose parameters are not trained."""
 
@@ -130,7 +130,7 @@ class FreezePolicy(FrozenValues):
     """Do not train the language model. With DSpark this trains the draft against a fixed target."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class DiffusionConfig(FrozenValues):
     """Block diffusion: noise, block size and the CAP confidence loss. Read for diffusion models only."""
 
@@ -144,7 +144,7 @@ class DiffusionConfig(FrozenValues):
     """Tokens of one block: the grain of the attention mask, and the unit to which the cut-off length is rounded up."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class MFUConfig(FrozenValues):
     """Model and hardware flops utilisation in the logs."""
 
@@ -154,7 +154,7 @@ class MFUConfig(FrozenValues):
     """Chip family whose peak throughput is the denominator: a row of the peak table."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class CheckpointConfig(FrozenValues):
     """What is written with each training checkpoint."""
 
@@ -162,7 +162,7 @@ class CheckpointConfig(FrozenValues):
     """Which training checkpoints also export Hugging Face safetensors. The exact training state is saved natively every time."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class RuntimeArgs(FrozenValues):
     """Inputs that belong to one launch. They are no part of the configuration file."""
 
@@ -180,7 +180,7 @@ class RuntimeArgs(FrozenValues):
     """Setting that may differ from the resumed checkpoint's although it changes the data order or the schedule. May be given several times."""
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class EngineOptions(FrozenValues):
     """Configuration of the TorchTurbo training engine."""
 

@@ -94,9 +94,8 @@ def _fill(reading: Reading) -> TorchTurboArgs:
         key = KEYS[path]
         value = setting.value
         if key.arg:
-            if key.action == "append":
-                value = list(value)
-            setattr(args, key.arg, LogLevel[value] if path == "log_level" else value)
+            held = list(value) if key.action == "append" else LogLevel[value] if path == "log_level" else value
+            setattr(args, key.arg, held)
         if not key.runtime and key.cli:
             args.config_overrides[key.cli.removeprefix("--")] = value
         elif key.launch_only:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torchturbo.config.keys import shown
 from torchturbo.config.layers import Layer, Origin, Setting
 from torchturbo.config.merge import Merged, merge, overridden
 from torchturbo.config.sources import FrameworkValue, read_args, read_layers
+from torchturbo.config.values import frozen
 from torchturbo.engine.args import TorchTurboArgs, get_torchturbo_args
 from torchturbo.errors import fail
 from torchturbo.generated.config import SECTION_CLASSES, EngineOptions, RuntimeArgs
@@ -19,7 +20,7 @@ from torchturbo.logging import LogLevel, get_logger
 __all__ = ["EngineConfig", "FrameworkValue", "Layer", "Origin", "build_from_args", "config_of", "load_config"]
 
 
-@dataclass(eq=False, repr=False, frozen=True, kw_only=True)
+@frozen
 class EngineConfig(EngineOptions):
     """The effective configuration. Two are equal when their keys are, wherever the values came from."""
 
