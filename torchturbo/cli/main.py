@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0, 1 for a check that failed, 2 for bad input, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or locale that lacks a character gets its escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(words)
     except ConfigError:

@@ -37,3 +37,21 @@ def columns(rows: Iterable[Sequence[str]], styles: Iterable[Sequence[str]] = ())
         cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
         lines.append(paint("  ".join(cells).rstrip(), *style))
     return "\n".join(lines)
+
+
+def definitions(rows: Iterable[tuple[str, str]]) -> str:
+    """Return names and their texts side by side, the texts wrapped to the terminal."""
+    rows = list(rows)
+    size = max(len(name) for name, _ in rows) + 2
+    lines = (
+        textwrap.fill(
+            text,
+            width(),
+            initial_indent=name.ljust(size),
+            subsequent_indent=" " * size,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for name, text in rows
+    )
+    return "\n".join(lines)

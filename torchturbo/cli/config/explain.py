@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from torchturbo.cli.terminal import BOLD, DIM, YELLOW, columns, paint, wrap
+from torchturbo.cli.terminal import BOLD, DIM, YELLOW, columns, definitions, paint, wrap
 from torchturbo.config.keys import Key, Section, shown
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.merge import Merged, merge
@@ -19,8 +19,9 @@ from torchturbo.generated.keys import FLAG_PREFIX, KEYS, SECTIONS
 def run(options: argparse.Namespace, command_line: Reading) -> int:
     """Print one key, or the keys of a section; problems of the layers follow on stderr with status 2."""
     name: str = options.key
-    if name in SECTIONS and name:
-        print(_section(SECTIONS[name]))
+    section = find_section(name)
+    if section is not None:
+        print(_section(section))
         return 0
     key = find(name)
     named = command_line.settings.get("config_path")
@@ -29,6 +30,14 @@ def run(options: argparse.Namespace, command_line: Reading) -> int:
     if merged.problems:
         fail(merged.problems)
     return 0
+
+
+def find_section(name: str) -> Section | None:
+    """Return the section that a person means by its path, its field, or the last part of its path."""
+    for section in SECTIONS.values():
+        if section.path and name in (section.path, section.arg, section.path.rpartition(".")[2]):
+            return section
+    return None
 
 
 def find(name: str) -> Key:
@@ -47,8 +56,8 @@ def find(name: str) -> Key:
             return key
     for kind in ("path", "cli", "env"):
         former = former_names(KEYS, kind)
-        if name in former:
-            return former[name][0]
+        if name in former or flag in former:
+            return former[name if name in former else flag][0]
     leaves = [path for path in KEYS if path.rpartition(".")[2] == name]
     if len(leaves) == 1:
         return KEYS[leaves[0]]
@@ -65,7 +74,7 @@ def _section(section: Section) -> str:
         path = f"{section.path}.{name}"
         item: Key | Section = KEYS[path] if path in KEYS else SECTIONS[path]
         rows.append((f"  {path}", item.text.partition(". ")[0].rstrip(".")))
-    return "\n".join([paint(section.path, BOLD), wrap(section.text, "  "), "", columns(rows)])
+    return "\n".join([paint(section.path, BOLD), wrap(section.text, "  "), "", definitions(rows)])
 
 
 def _key(key: Key, merged: Merged) -> str:
@@ -83,12 +92,13 @@ def _key(key: Key, merged: Merged) -> str:
         old = ", ".join(name for name in (alias.path, alias.cli, alias.env) if name)
         facts.append(("former name", f"{old}, read until {alias.removal}"))
     if key.deprecated:
-        facts.append(("deprecated", f"since {key.deprecated.since}, goes away in {key.deprecated.removal}"))
+        text = f"since {key.deprecated.since}, goes away in {key.deprecated.removal}"
+        facts.append(("deprecated", f"{text}; use {key.deprecated.successor}" if key.deprecated.successor else text))
     facts.append(("since", key.since))
-    parts = [paint(key.path, BOLD), wrap(key.text, "  "), "", columns((f"  {name}", text) for name, text in facts)]
+    parts = [paint(key.path, BOLD), wrap(key.text, "  "), "", definitions((f"  {name}", text) for name, text in facts)]
     if key.choices:
         rows = zip((f"  {choice}" for choice in key.choices), key.values, strict=True)
-        parts += ["", "  values", columns((f"  {choice}", text) for choice, text in rows)]
+        parts += ["", "  values", definitions(rows)]
     if key.path not in LIVE_KEYS:
         parts += ["", paint("  inactive: not available in this version; train refuses other values", YELLOW)]
     return "\n".join([*parts, "", _layers(key, merged)])

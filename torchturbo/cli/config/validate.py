@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     findings = {file: _check(file) for file in dict.fromkeys(options.files)}
     flat = [finding for found in findings.values() for finding in found]
     if options.format == "json":
-        print(json.dumps([finding._asdict() for finding in flat], indent=2, ensure_ascii=False))
+        print(json.dumps([finding._asdict() for finding in flat], indent=2))
     elif options.format == "github":
         for finding in flat:
             print(_annotation(finding))
