@@ -36,7 +36,7 @@ PEERS = {
     "transformers": "HfArgumentParser",
 }
 SMALL = ("mixed_precision", "gbs", "parallel_plan.sp_size", "activation_checkpointing.enabled")
-OVERRIDES = ("gbs", "parallel_plan.sp_size", "mtp.enabled")
+OVERRIDES = {"gbs": 8, "parallel_plan.sp_size": 4, "mtp.enabled": True}
 PASS = "pass"
 COLUMNS = {
     "help": "help",
@@ -95,14 +95,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="default: 15")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON instead of the table")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="measure only these libraries beside TorchTurbo")
+    parser.add_argument("--only", nargs="*", choices=tuple(PEERS), help="measure only these libraries")
     given = parser.parse_args()
+    if given.rounds < 1:
+        parser.error("--rounds: expected at least 1")
     installed = [name for name in PEERS if _is_installed(name) and (given.only is None or name in given.only)]
     with tempfile.TemporaryDirectory() as folder:
         programs = write_programs(Path(folder), installed)
         environment = _environment(Path(folder))
         _warm_up(programs, environment)
-        rounds = [_round(programs, environment, number) for number in range(max(1, given.rounds))]
+        rounds = [_round(programs, environment, number) for number in range(given.rounds)]
     result = _result(rounds, installed)
     print(json.dumps(result, indent=2) if given.json else _table(result))
     return 1 if given.check and not all(target["kept"] for target in result["targets"]) else 0
@@ -121,25 +123,29 @@ def write_programs(folder: Path, peers: Iterable[str]) -> dict[str, Program]:
 
     usual = [option for option in in_files(table) if option.value is not None][:FLAGS]
     overrides = [option for option in table if option.key.path in OVERRIDES]
+    given, overriding = argv(usual), argv(overrides, OVERRIDES)
+    gbs = next(option for option in usual if option.key.path == "gbs")
     programs = {PASS: Program("pass", [])}
     for name in ("argparse", "torchturbo", *peers):
-        flags = _words(name, usual)
+        flags = _words(name, given)
+        field = gbs.spec.args_name if name == "torchturbo" else gbs.field
         programs[f"{name} help"] = _cold(name, [HELP_FLAG if name == "torchturbo" else "--help"])
-        programs[f"{name} flags"] = _cold(name, flags)
+        programs[f"{name} flags"] = _cold(name, flags, f".{field} == {gbs.value}")
         programs[f"{name} in process"] = Program(_IN_PROCESS.format(module=f"bench_{name}"), flags, in_process=True)
         if name == "argparse":
             continue  # it reads no files
         for size in flat_files:
-            words = ["--tt_config", str(files[size])] if name == "torchturbo" else []
-            programs[f"{name} {size}"] = _cold(f"{name}_{size}", words + _words(name, overrides))
-    for words in _commands(str(files["full"])):
+            words = [table[0].flag, str(files[size])] if name == "torchturbo" else []  # the others name it themselves
+            expected = f".{field} == {OVERRIDES['gbs']}"
+            programs[f"{name} {size}"] = _cold(f"{name}_{size}", words + _words(name, overriding), expected)
+    for words in _commands(table[0].flag, str(files["full"])):
         programs[f"torchturbo {' '.join(words[:2])}"] = _cold("torchturbo_command", words)
     return programs
 
 
-def _commands(file: str) -> list[list[str]]:
+def _commands(flag: str, file: str) -> list[list[str]]:
     """Return the command lines of the ``torchturbo`` command that people wait for."""
-    configured = ["--tt_config", file]
+    configured = [flag, file]
     return [
         ["--version"],
         ["config", "show", *configured],
@@ -162,14 +168,14 @@ def _write_files(folder: Path, table: list[Option]) -> dict[str, Path]:
     return files
 
 
-def _words(name: str, given: list[Option]) -> list[str]:
-    words = argv(given)
-    # Everyone else reads booleans in lower case too.
+def _words(name: str, words: list[str]) -> list[str]:
+    # tyro insists on True with a capital; jsonargparse on a small letter.
     return words if name == "tyro" else [word.lower() if word in ("True", "False") else word for word in words]
 
 
-def _cold(module: str, words: list[str]) -> Program:
-    return Program(f"import sys, bench_{module}; bench_{module}.main(sys.argv[1:])", words)
+def _cold(module: str, words: list[str], expected: str = "") -> Program:
+    code = f"import sys, bench_{module}; options = bench_{module}.main(sys.argv[1:])"
+    return Program(f"{code}; assert options{expected}" if expected else code, words)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ def _result(rounds: list[dict[str, float]], peers: list[str]) -> dict[str, Any]:
         targets.append({**target._asdict(), "measured": measured, "spread": spread, "kept": measured <= target.limit})
     return {
         "machine": _machine(),
-        "versions": {name: _version(name) for name in ("torchturbo", "pyyaml", *peers)},
+        "versions": {PEERS.get(name, name): _version(name) for name in ("torchturbo", "pyyaml", *peers)},
         "missing": [PEERS[name] for name in PEERS if name not in peers],
         "rounds": len(rounds),
         "cpu_milliseconds": {name: statistics.median(seconds[name] for seconds in rounds) * 1000 for name in rounds[0]},

@@ -6,7 +6,7 @@ compiled on every start while an imported module comes from its ``.pyc``, as a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,9 +83,9 @@ def options() -> list[Option]:
     return found
 
 
-def argv(given: Iterable[Option]) -> list[str]:
-    """Return a command line that every library reads; only tyro insists on ``True`` with a capital."""
-    return [word for option in given for word in (option.flag, str(option.value))]
+def argv(given: Iterable[Option], values: Mapping[str, Any] | None = None) -> list[str]:
+    """Return a command line that sets options to usual values, or to these by key."""
+    return [word for option in given for word in (option.flag, str((values or {}).get(option.key.path, option.value)))]
 
 
 def in_files(given: Iterable[Option]) -> list[Option]:
