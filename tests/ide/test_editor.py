@@ -128,8 +128,8 @@ async def test_every_shipped_example_is_clean(editor):
     ],
     ids=["unknown key", "bad value", "wrong type", "below minimum", "YAML 1.1 boolean", "run-time input"],
 )
-async def test_a_mistake_is_marked_where_it_stands(editor, text, place, message):
-    uri = open_text(editor, f"mistake-{abs(hash(text))}.yaml", text)
+async def test_a_mistake_is_marked_where_it_stands(editor, request, text, place, message):
+    uri = open_text(editor, f"{request.node.callspec.id}.yaml", text)
     assert await problems(editor, uri) == [(*place, message)]
 
 
