@@ -117,6 +117,15 @@ def test_each_end_is_one_line(
     assert capsys.readouterr() == ("", line)
 
 
+def test_an_error_does_not_stand_behind_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr("torchturbo.quickstart.console.Console.end_bar", lambda console: ended.append(True))
+    for error in (QuickstartError("no space"), KeyboardInterrupt()):
+        replace_run(monkeypatch, error)
+        command.run([])
+    assert len(ended) == 2
+
+
 def test_a_developer_gets_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_run(monkeypatch, QuickstartError("no space"))
     os.environ["TORCHTURBO_DEBUG"] = "1"

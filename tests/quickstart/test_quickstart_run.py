@@ -19,7 +19,15 @@ from torchturbo.quickstart import run as module
 from torchturbo.quickstart.console import Console
 from torchturbo.quickstart.errors import Interrupted, QuickstartError
 from torchturbo.quickstart.output import RECORD, Output
-from torchturbo.quickstart.run import Options, command_lines, final_loss, quickstart, shown_path, train_arguments
+from torchturbo.quickstart.run import (
+    Options,
+    command_lines,
+    final_loss,
+    program,
+    quickstart,
+    shown_path,
+    train_arguments,
+)
 
 
 @pytest.fixture
@@ -194,3 +202,22 @@ def test_training_arguments_name_the_configuration_file(tmp_path: Path) -> None:
     assert arguments[:2] == [KEYS["config_path"].cli, shown_path(output.config)]
     assert arguments[arguments.index("--seed") + 1] == "9"
     assert arguments[arguments.index("--max_steps") + 1] == "4"
+
+
+def test_the_program_is_named_as_this_user_can_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name in ("torchturbo", "python"):
+        (binaries / name).write_text("")
+        (binaries / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    script, python = str(binaries / "torchturbo"), str(binaries / "python")
+    module_file = str(tmp_path / "torchturbo" / "__main__.py")
+
+    monkeypatch.setenv("PATH", str(binaries))
+    assert program(script, python) == ["torchturbo"]
+    assert program(module_file, python) == ["python", "-m", "torchturbo"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program(".venv/bin/torchturbo", python) == [os.path.join(".venv", "bin", "torchturbo")]
+    assert program(module_file, python) == [os.path.join(".venv", "bin", "python"), "-m", "torchturbo"]
+    assert program("/usr/lib/pytest/__main__.py", python) == ["torchturbo"]

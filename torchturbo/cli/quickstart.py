@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "transformers", "accelerate", "gguf", "matplotlib")
 INTERRUPTED = 130
-PIPE_CLOSED = 141
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,10 +34,6 @@ def run(argv: Sequence[str]) -> int:
         what = f"the trained model stays in {kept}" if kept else "nothing unfinished was kept"
         print(f"stopped: {what}; run the same command to start again", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +138,8 @@ class _Run:
 
     def _training_title(self) -> str:
         count = len(tickets.read_rows(tickets.TRAIN))
-        return f"Train for {self.options.steps} steps, {ROWS_PER_STEP} of {count} tickets in each"
+        steps = "1 step" if self.options.steps == 1 else f"{self.options.steps} steps"
+        return f"Train for {steps}, {ROWS_PER_STEP} of {count} tickets in each"
 
     def _train(self, model: Path) -> TrainResult:
         from torchturbo.train.run import train
@@ -146,15 +149,13 @@ class _Run:
         self._show_command(arguments)
         result = train(arguments, callbacks=[_progress(self.console)], quiet=True)
         self.output.keep()
-        self.console.say(
-            f"{result.steps} steps in {result.seconds:.0f} s; the model is in {shown_path(self.output.model)}"
-        )
+        self.console.say(f"trained in {result.seconds:.0f} s; the model is in {shown_path(self.output.model)}")
         for line in draw(_losses(result), min(self.console.width - 4, 72), 7, unicode=self.console.unicode):
             self.console.line(f"    {line}")
         return result
 
     def _show_command(self, arguments: Sequence[str]) -> None:
-        for line in command_lines(["torchturbo", "train", *arguments], self.console.width - 8):
+        for line in command_lines([*program(), "train", *arguments], self.console.width - 8):
             self.console.line("    " + self.console.style(line, CYAN))
 
     def _show_answers(self, before: Sequence[str], after: Sequence[str]) -> None:
@@ -258,7 +259,7 @@ class _Run:
         self._show_command(again)
         console.paragraph("Every setting and where it comes from:")
         flag = KEYS["config_path"].cli or ""
-        self._show_command_line(["torchturbo", "config", "show", flag, shown_path(output.config)])
+        self._show_command_line([*program(), "config", "show", flag, shown_path(output.config)])
 
     def _show_command_line(self, command: Sequence[str]) -> None:
         self.console.line("    " + self.console.style(shlex.join(command), CYAN))
@@ -303,6 +304,21 @@ def command_lines(command: Sequence[str], width: int) -> list[str]:
         else:
             lines[-1] += f" {value}" if lines[-1] else value
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def program(started_as: str | None = None, executable: str | None = None) -> list[str]:
+    """Return what this user types for ``torchturbo``: its path where no folder of PATH has it, or ``python -m``."""
+    started_as = sys.argv[0] if started_as is None else started_as
+    executable = sys.executable if executable is None else executable
+    script = Path(started_as)
+    if script.name == "__main__.py" and script.parent.name == "torchturbo":
+        return [_typed("python", executable), "-m", "torchturbo"]
+    return [_typed("torchturbo", started_as) if script.stem == "torchturbo" else "torchturbo"]
+
+
+def _typed(name: str, path: str) -> str:
+    found = shutil.which(name)
+    return name if found and os.path.abspath(found) == os.path.abspath(path) else shown_path(Path(path))
 
 
 def shown_path(path: Path) -> str:
