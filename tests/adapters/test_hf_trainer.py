@@ -163,6 +163,8 @@ def test_shuffling_follows_the_seed_not_the_rank(tmp_path: Path) -> None:
         ({"bf16_full_eval": True}, "TrainingArguments.bf16_full_eval"),
         ({"fp16_full_eval": True}, "TrainingArguments.fp16_full_eval"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "_checkpointing_kwargs"),
+        ({"average_tokens_across_devices": False}, "TrainingArguments.average_tokens_across_devices"),
+        ({"accelerator_config": {"split_batches": True}}, "TrainingArguments.accelerator_config"),
     ],
 )
 def test_a_second_owner_is_refused(

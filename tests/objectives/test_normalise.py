@@ -95,6 +95,22 @@ def assert_equal(expected: tuple[float, dict[str, Tensor]], actual: tuple[float,
         assert error <= RELATIVE * float(gradient.norm()) + ABSOLUTE, name
 
 
+def own_loss_step(rank: int, rows: list[dict[str, list[int]]], folder: str) -> tuple[float, dict[str, Tensor]]:
+    """Train a model whose forward computes its loss past ``loss_function``, as fused kernels do."""
+
+    def forward(self: Any, input_ids: Any, labels: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        output = original(input_ids=input_ids, **kwargs)
+        targets = functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+        total = functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        output["loss"] = total / num_items_in_batch
+        return output
+
+    fused = tiny.model()
+    original, fused.forward = fused.forward, forward.__get__(fused)
+    tiny.model = lambda *args, **changes: fused  # this process is the test's own
+    return trained_step(rank, "llama", rows, folder, 2, {})
+
+
 CASES = [
     pytest.param("llama", 1, 1, set(), {}, id="one process"),
     pytest.param("llama", 1, 3, set(), {}, id="one process, accumulated"),
@@ -123,6 +139,15 @@ def test_one_step_equals_the_formula_on_any_layout(
     results = run_ranks(world, trained_step, kind, rows, str(tmp_path), world * accumulation, changes)
 
     for result in results:
+        assert_equal(expected, result)
+
+
+def test_a_loss_past_the_normaliser_is_scaled_by_the_trainer(tmp_path: Path) -> None:
+    """Once, as without the engine: a fused loss divides by the global count, and the ranks are averaged."""
+    rows = ragged_rows(4)
+    expected = oracle("llama", rows, 2)
+
+    for result in run_ranks(2, own_loss_step, rows, str(tmp_path)):
         assert_equal(expected, result)
 
 
@@ -169,3 +194,58 @@ def test_a_tuple_output_keeps_its_router_loss() -> None:
         loss = model(input_ids=ids, labels=ids, return_dict=False)[0]
 
     assert float(loss) == pytest.approx(float(own.loss - 0.5 * own.aux_loss + 0.5 * own.aux_loss / 4), rel=1e-6)
+
+
+def evaluated(
+    rank: int, kind: str, rows: list[dict[str, list[int]]], folder: str, batch: int, changes: dict[str, Any]
+) -> float:
+    """Return the evaluation loss of a TurboTrainer."""
+    from transformers import TrainingArguments
+
+    from torchturbo.adapters.hf_trainer import TurboTrainer
+    from torchturbo.train.examples import Examples
+
+    args = TrainingArguments(
+        folder, per_device_eval_batch_size=batch, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = TurboTrainer(model=tiny.model(kind, **changes), args=args, eval_dataset=Examples(rows))
+    return float(trainer.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 11])
+@pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_the_evaluation_loss_is_the_mean_over_tokens_on_any_layout(
+    count: int, world: int, batch: int, tmp_path: Path
+) -> None:
+    """Rows that fill up the last round of ranks are not counted twice."""
+    rows = ragged_rows(count)
+    expected = oracle("llama", rows, count)[0]
+
+    for loss in run_ranks(world, evaluated, "llama", rows, str(tmp_path), batch, {}):
+        assert loss == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_an_evaluation_with_a_router_loss_is_the_models_own(tmp_path: Path) -> None:
+    """It is no mean over tokens alone, so Trainer's figure stays: the mean over batches."""
+    rows, changes = ragged_rows(4), {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    batches = [rows[:2], rows[2:]]
+    expected = sum(oracle("mixtral", batch, 2, **changes)[0] for batch in batches) / 2
+
+    assert evaluated(0, "mixtral", rows, str(tmp_path), 2, changes) == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_a_second_trainer_of_a_model_normalises_too() -> None:
+    """The first one's normaliser is taken out of the way."""
+    from torchturbo.engine.steps.losses import computes_causal_cross_entropy
+
+    model = tiny.model()
+    first, second = Normaliser(ranks=3), Normaliser(ranks=2)
+    ids = torch.arange(3, 15)[None]
+    mean = model(input_ids=ids, labels=ids).loss.detach()
+    for normaliser in (first, second):
+        assert computes_causal_cross_entropy(model)
+        normaliser.install(model, model)
+        normaliser.denominator = torch.tensor(11.0)
+
+    with second.applied():
+        assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(2 * float(mean), rel=1e-6)

@@ -83,6 +83,12 @@ def clashes(said: Mapping[str, Any], *, gbs_set: bool, typed: bool = False) -> l
             where = place(f"{name}_kwargs", typed)
             problems.append(Problem(where, "", f"the engine has no {', '.join(others)}", "give use_reentrant alone"))
             break  # the older name mirrors the newer one
+    if said.get("average_tokens_across_devices") is False:
+        where = place("average_tokens_across_devices", typed)
+        problems.append(Problem(where, "", "the engine always counts tokens over all ranks", "remove it"))
+    if getattr(said.get("accelerator_config"), "split_batches", False):
+        where = place("accelerator_config", typed)
+        problems.append(Problem(where, "", "split_batches would divide each micro-batch over the ranks", "remove it"))
     accumulation = getattr(said.get("accelerator_config"), "gradient_accumulation_kwargs", None) or {}
     if gbs_set and "num_steps" in accumulation:
         where = place("accelerator_config", typed)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from accelerate.utils import find_batch_size
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, framework_values, place, said_values, taken_over
-from torchturbo.checkpoint.files import publish_folder, staging_folder
+from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
 from torchturbo.checkpoint.record import read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_problems
 from torchturbo.engine.args import get_torchturbo_args
@@ -28,6 +29,7 @@ from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
+from torchturbo.objectives.normalise import TokenMean
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.runtime import current_runtime
 
@@ -55,6 +57,7 @@ class TurboMixin:
         state: Any
         compute_loss_func: Any
         label_smoother: Any
+        accelerator: Any
         optimizer: Any
         lr_scheduler: Any
 
@@ -126,8 +129,9 @@ class TurboMixin:
         if self.compute_loss_func is not None or self.label_smoother is not None:
             context.normaliser = None
         if context.normaliser is not None:
-            self.args.average_tokens_across_devices = False  # Trainer would multiply by the ranks a second time
             self.loss_is_scaled_for_ga = True
+        owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
+        self._plain_loss = owners[:2] == [TurboMixin, Trainer]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | int | None:
         normaliser = self.turbo.context.normaliser
@@ -137,7 +141,13 @@ class TurboMixin:
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss with the normaliser in force."""
-        with self.turbo.normalised():
+        normaliser = self.turbo.context.normaliser
+        if normaliser is None:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        # Trainer multiplies by the ranks at the end of its own compute_loss. That is right for a loss that did not go
+        # through the normaliser (fused kernels replace the model's forward), and a second time for one that did.
+        self.args.average_tokens_across_devices = True
+        with normaliser.applied(on_scaled=lambda: setattr(self.args, "average_tokens_across_devices", False)):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
@@ -145,6 +155,38 @@ class TurboMixin:
         """Autocast as the configuration says, in training and evaluation."""
         with super().compute_loss_context_manager(), self.turbo.autocast():  # type: ignore[misc]
             yield
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; the loss is the mean over the tokens, so that it does not depend on batches and ranks."""
+        normaliser = self.turbo.context.normaliser
+        if normaliser is None or not self._plain_loss:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        normaliser.evaluation = TokenMean()
+        try:
+            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            loss = normaliser.evaluation.reduced(normaliser.ranks, normaliser.group, self.args.device)
+        finally:
+            normaliser.evaluation = None
+        name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
+        if loss is not None and name in output.metrics:
+            output.metrics[name] = loss
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict one batch; rows that only fill up the last round of ranks count in no mean."""
+        if (normaliser := self.turbo.context.normaliser) is not None and normaliser.evaluation is not None:
+            normaliser.evaluation.real_rows = self._real_rows(find_batch_size(inputs) or 0)
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _real_rows(self, rows: int) -> int | None:
+        """Return how many rows of this rank's batch belong to the dataset; None where all do.
+
+        accelerate gives every rank of the last round a full batch, rank after rank, and fills up from the start.
+        """
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return None
+        return max(0, min(rows, int(state.remainder) - self.turbo.context.rank * rows))
 
     # ---- checkpoints ----
 
@@ -157,6 +199,8 @@ class TurboMixin:
                 fail([folder])
             self._compare_with(folder)
             resume_from_checkpoint = str(folder)
+        if self.args.should_save:
+            clear_staging(Path(self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _compare_with(self, folder: Path) -> None:

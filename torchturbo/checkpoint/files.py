@@ -49,6 +49,8 @@ def publish_folder(staged: Path, place: Path) -> None:
 def publish_files(staged: Path, folder: Path) -> None:
     """Move every file of a finished folder into another one; the model's configuration, which names it, goes last."""
     for source in sorted(staged.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
+        if source.is_dir():  # a tokenizer's further templates; a folder can't replace one that holds files
+            shutil.rmtree(folder / source.name, ignore_errors=True)
         os.replace(source, folder / source.name)
     staged.rmdir()
     with suppress(OSError):

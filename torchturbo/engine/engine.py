@@ -53,10 +53,6 @@ class Engine:
             return nullcontext()
         return torch.autocast(self.context.runtime.device_type, dtype=dtype)
 
-    def normalised(self) -> AbstractContextManager[None]:
-        """Return the context in which losses are scaled over ranks and the accumulation window."""
-        return nullcontext() if self.context.normaliser is None else self.context.normaliser.applied()
-
 
 @contextmanager
 def restored_determinism() -> Iterator[None]:

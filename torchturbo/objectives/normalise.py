@@ -39,6 +39,48 @@ def scale(numerator: Tensor, denominator: Tensor, ranks: int) -> Tensor:
     return numerator * (ranks / denominator.clamp(min=1))
 
 
+def own_loss_function(base: nn.Module) -> Any:
+    """Return a model's loss function, also where an earlier trainer put its normaliser before it."""
+    function = getattr(base, "loss_function", None)
+    return getattr(function, "wrapped", function)
+
+
+class TokenMean:
+    """The mean loss over the tokens of an evaluation, whatever batches and ranks they were in.
+
+    A mean over batches, each a mean of its own, weighs the tokens of a short batch more and changes with the layout.
+    """
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+        self.real_rows: int | None = None
+        """Rows of the batch under way that are no repetition, with which the last round of ranks is filled up."""
+        self.plain = True
+        """Whether the model's loss was cross-entropy alone; with other terms in it the mean would be another figure."""
+
+    def add(
+        self, cross_entropy: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Add a batch: logits [B, T, V], labels [B, T]."""
+        kept = slice(self.real_rows)
+        if (shifted := kwargs.get("shift_labels")) is not None:
+            kwargs["shift_labels"] = shifted[kept]
+        labels = labels[kept]
+        numerator = cross_entropy(logits[kept], labels, *args, **{**kwargs, "num_items_in_batch": 1})
+        self.total += float(numerator)
+        self.count += valid_targets({"labels": labels, "shift_labels": kwargs.get("shift_labels")})
+
+    def reduced(self, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float | None:
+        """Return the mean over all ranks; None where it is not the model's loss. A collective."""
+        # The device's widest format: sums of many batches lose digits in float32, which is all that MPS and NPU have.
+        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        sums = torch.tensor([self.total, self.count, float(not self.plain)], dtype=dtype, device=device)
+        if ranks > 1:
+            dist.all_reduce(sums, group=group)
+        total, count, others = sums.tolist()
+        return None if others or not count else total / count
+
+
 class Normaliser:
     """Scales the losses of one model; the trainer opens a window per optimizer step.
 
@@ -56,7 +98,10 @@ class Normaliser:
         self.group = group
         self.denominator = torch.ones((), dtype=torch.float32)
         self.micro_batches = 1
+        self.evaluation: TokenMean | None = None
+        """Sums up the evaluation under way."""
         self._active = False
+        self._on_scaled: Callable[[], None] | None = None
         self._main: Tensor | None = None  # the scaled cross-entropy of the forward under way
         self._handed: Tensor | None = None  # what the model got back for it, and may add its own terms to
         self._handed_version = 0
@@ -83,13 +128,16 @@ class Normaliser:
         return value / self.micro_batches
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Normalise the model's losses inside this block; outside it the model computes what it always did."""
-        self._active = True
+    def applied(self, on_scaled: Callable[[], None] | None = None) -> Iterator[None]:
+        """Normalise the model's losses inside this block; outside it the model computes what it always did.
+
+        ``on_scaled`` is called when a loss was: a model may compute its loss past the function it says it uses.
+        """
+        self._active, self._on_scaled = True, on_scaled
         try:
             yield
         finally:
-            self._active = False
+            self._active, self._on_scaled = False, None
             self._main = self._handed = None
 
     def install(self, model: nn.Module, base: nn.Module) -> None:
@@ -98,20 +146,25 @@ class Normaliser:
         ``base`` is the Transformers model that calls ``self.loss_function``; ``model`` the module that is called
         (another one where PEFT wraps it, since PEFT calls ``base.forward`` past its hooks).
         """
-        base.loss_function = self._wrap(base.loss_function)  # type: ignore[assignment, arg-type]
+        base.loss_function = self._wrap(own_loss_function(base))  # type: ignore[assignment]
         model.register_forward_hook(self._after_forward)
 
     def _wrap(self, cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def normalised(*args: Any, **kwargs: Any) -> Tensor:
             if not self._active:
                 return cross_entropy(*args, **kwargs)
+            if self.evaluation is not None:
+                self.evaluation.add(cross_entropy, *args, **kwargs)
             # Dividing by one item instead of the default mean gives the plain sum: the numerator.
             self._main = self.token_term(cross_entropy(*args, **{**kwargs, "num_items_in_batch": 1}))
+            if self._on_scaled is not None:
+                self._on_scaled()
             # A copy, because models add their own terms in place (`loss += coefficient * aux_loss`).
             self._handed = self._main.clone()
             self._handed_version = self._handed._version
             return self._handed
 
+        normalised.wrapped = cross_entropy  # type: ignore[attr-defined]
         return normalised
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -123,6 +176,8 @@ class Normaliser:
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
         if loss is handed and loss._version == self._handed_version:
             return None
+        if self.evaluation is not None:
+            self.evaluation.plain = False
         loss = main + self.mean_term(loss - main)
         if isinstance(output, Mapping):
             output["loss"] = loss  # type: ignore[index]

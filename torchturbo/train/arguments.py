@@ -85,6 +85,13 @@ REMEDIES: dict[str, str] = {
 """What to do about options that people know from other versions and programs."""
 
 
+USAGE = "torchturbo train --model_name_or_path MODEL --dataset FILE [FILE ...] --output_dir FOLDER [OPTION ...]"
+DESCRIPTION = (
+    "Fine-tune a causal language model. The first options below are the model's and the data's, then come Transformers'"
+    " TrainingArguments, and TorchTurbo's own options at the end."
+)
+
+
 class _ArgumentError(Exception):
     """What argparse found, without its exit."""
 
@@ -96,6 +103,8 @@ class FrameworkParser(HfArgumentParser):  # type: ignore[misc]
         super().__init__(
             (ModelArguments, DataArguments, TrainingArguments),
             prog="torchturbo train",
+            usage=USAGE,
+            description=DESCRIPTION,
             allow_abbrev=False,
             add_help=False,
             exit_on_error=False,

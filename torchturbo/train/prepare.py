@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from torchturbo.adapters import base
+from torchturbo.adapters.hf_arguments import clashes
 from torchturbo.adapters.hf_trainer import resume_flag
 from torchturbo.checkpoint.record import run_facts
 from torchturbo.checkpoint.resume import checkpoints, find_checkpoint, resume_problems
@@ -108,6 +109,7 @@ def _check(
         problems += [found] if isinstance(found, Problem) else []
         resume = None if isinstance(found, Problem) else found
     problems += output_problems(output_dir, data.overwrite_output_dir or training.resume_from_checkpoint is not None)
+    problems += clashes({"accelerator_config": training.accelerator_config}, gbs_set=config.gbs is not None, typed=True)
     if training.eval_strategy != "no" and not data.eval_dataset:
         problems.append(Problem("--eval_strategy", "", "there is nothing to evaluate on", "give --eval_dataset"))
     if config.mixed_precision == "bf16" and not runtime.supports_bf16():

@@ -15,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboTrainer
-from torchturbo.checkpoint.files import clear_staging, publish_files, staging_folder
+from torchturbo.checkpoint.files import publish_files, staging_folder
 from torchturbo.checkpoint.record import CONFIG_NAME, write_record
 from torchturbo.checkpoint.resume import checkpoints
 from torchturbo.engine.config import EngineConfig
@@ -135,11 +135,9 @@ def _check_packing(job: Job, model: Any) -> None:
 
 def _clear_output(job: Job) -> None:
     """Make room, now that everything is known to be right."""
-    if job.training.should_save:
-        clear_staging(job.output_dir)
-        if job.data.overwrite_output_dir and job.resume is None:
-            for folder in checkpoints(job.output_dir):
-                shutil.rmtree(folder)
+    if job.training.should_save and job.data.overwrite_output_dir and job.resume is None:
+        for folder in checkpoints(job.output_dir):
+            shutil.rmtree(folder)
 
 
 def _draw(job: Job, trainer: TurboTrainer) -> Path | None:
@@ -157,7 +155,6 @@ def _save(job: Job, trainer: TurboTrainer) -> None:
     if job.training.should_save:
         publish_files(staged, job.output_dir)
         write_record(job.output_dir, job.config, trainer.turbo_run(), trainer.state.global_step)
-        clear_staging(job.output_dir)
     if job.training.push_to_hub:
         trainer.push_to_hub()
 
@@ -200,6 +197,8 @@ def _announce(job: Job, say: Callable[..., None]) -> None:
         log.warning_rank0("%d of %d rows hold no token to train on and were left out", tally.without_target, tally.rows)
     say("device: %s", job.runtime.device_name())
     say("batch: %s, %d steps", job.plan, job.steps)
+    checkpointing = "on" if job.config.activation_checkpointing.enabled else "off"
+    say("precision: %s, activation checkpointing: %s", job.config.mixed_precision or "fp32", checkpointing)
     say("%s", base.describe_backend(job.config, job.plan.world_size))
     if job.resume is not None:
         say("resuming from %s", job.resume)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchturbo.engine.model import base_model
-from torchturbo.objectives.normalise import Normaliser
+from torchturbo.objectives.normalise import Normaliser, own_loss_function
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -30,7 +30,7 @@ def computes_causal_cross_entropy(base: nn.Module) -> bool:
     """Return whether a model computes its loss by Transformers' own function and takes the arguments of its trainer."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if getattr(base, "loss_function", None) is not ForCausalLMLoss:
+    if own_loss_function(base) is not ForCausalLMLoss:
         return False
     if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
         return False
