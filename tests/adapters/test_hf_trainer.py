@@ -165,6 +165,7 @@ def test_shuffling_follows_the_seed_not_the_rank(tmp_path: Path) -> None:
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "_checkpointing_kwargs"),
         ({"average_tokens_across_devices": False}, "TrainingArguments.average_tokens_across_devices"),
         ({"accelerator_config": {"split_batches": True}}, "TrainingArguments.accelerator_config"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, "accelerator_config"),
     ],
 )
 def test_a_second_owner_is_refused(
@@ -184,7 +185,7 @@ def test_so_are_those_that_need_other_machines(name: str) -> None:
     """Their values can't be made here, but what is said about them can."""
     from torchturbo.adapters.hf_arguments import clashes
 
-    (problem,) = clashes({name: True}, gbs_set=False)
+    (problem,) = clashes({name: True})
 
     assert problem.place == f"TrainingArguments.{name}"
     assert problem.remedy
@@ -270,6 +271,21 @@ def test_a_configuration_given_as_an_object(tmp_path: Path) -> None:
     made = trainer(tmp_path, turbo_config=build_from_args(parse_torchturbo_args(["--tt_gbs", "2"])[0]))
 
     assert made.args.gradient_accumulation_steps == 2
+
+
+def test_a_given_configuration_is_held_against_the_frameworks(
+    tmp_path: Path, logged: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the framework was told gives way with a word; second owners and idle keys are refused as ever."""
+    trainer(tmp_path, changes={"bf16": True}, turbo_config=build_from_args(parse_torchturbo_args([])[0]))
+    assert "TrainingArguments.bf16 gives way to the configuration given in code: mixed_precision = null" in logged
+
+    config = build_from_args(parse_torchturbo_args(["--tt_enable_mtp"])[0])
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, changes={"bf16_full_eval": True}, turbo_config=config)
+    lines = capsys.readouterr().err
+    assert "bf16_full_eval" in lines
+    assert "mtp.enabled" in lines
 
 
 def test_models_from_a_function(tmp_path: Path) -> None:

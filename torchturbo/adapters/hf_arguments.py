@@ -72,7 +72,7 @@ def framework_values(said: Mapping[str, Any], *, typed: bool = False) -> list[Fr
     return list({value.path: value for value in values}.values())
 
 
-def clashes(said: Mapping[str, Any], *, gbs_set: bool, typed: bool = False) -> list[Problem]:
+def clashes(said: Mapping[str, Any], *, typed: bool = False) -> list[Problem]:
     """Return a problem for each said value that would be a second owner."""
     problems = [
         Problem(place(name, typed), "", reason, remedy) for name, (reason, remedy) in CLASHES.items() if said.get(name)
@@ -90,9 +90,12 @@ def clashes(said: Mapping[str, Any], *, gbs_set: bool, typed: bool = False) -> l
         where = place("accelerator_config", typed)
         problems.append(Problem(where, "", "split_batches would divide each micro-batch over the ranks", "remove it"))
     accumulation = getattr(said.get("accelerator_config"), "gradient_accumulation_kwargs", None) or {}
-    if gbs_set and "num_steps" in accumulation:
-        where = place("accelerator_config", typed)
-        problems.append(Problem(where, "", "gradient_accumulation_kwargs.num_steps would replace gbs", "remove it"))
+    if "num_steps" in accumulation:
+        where, message = (
+            place("accelerator_config", typed),
+            "gradient_accumulation_kwargs.num_steps is a second batch size",
+        )
+        problems.append(Problem(where, "", message, "use gradient_accumulation_steps, or gbs"))
     return problems
 
 

@@ -23,6 +23,8 @@ from torchturbo.adapters.hf_arguments import clashes, framework_values, place, s
 from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
 from torchturbo.checkpoint.record import read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_problems
+from torchturbo.config.keys import shown
+from torchturbo.engine import pipeline
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.model import base_model
@@ -48,6 +50,8 @@ class TurboMixin:
     """The engine, from the first line of Trainer's constructor on."""
     turbo_plan: BatchPlan
     """What one optimizer step consists of."""
+    turbo_announces: bool = True
+    """Whether the start says what is in force; a program that has its own start lines turns it off."""
     turbo_facts: Mapping[str, Any] = {}
     """What a resumed run must share with this one beyond its training arguments, by name."""
 
@@ -90,7 +94,7 @@ class TurboMixin:
     def _start_engine(self) -> None:
         args = self.args
         said = said_values(args)
-        config = self._turbo_config or self._build_config(said)
+        config = self._build_config(said) if self._turbo_config is None else self._checked(self._turbo_config, said)
         base.apply_log_level(config)
         plan = base.plan_batch(
             config, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
@@ -103,13 +107,24 @@ class TurboMixin:
         self.args = taken_over(args, plan.accumulation)
         context = Context(current_runtime(use_cpu=args.use_cpu), args.world_size, args.process_index)
         self.turbo, self.turbo_plan = Engine(config, context), plan
-        if self._turbo_config is None:
+        if self.turbo_announces:
             base.announce(config, plan)
 
     def _build_config(self, said: Mapping[str, Any]) -> EngineConfig:
-        args = get_torchturbo_args()
-        problems = base.environment_clashes() + clashes(said, gbs_set=getattr(args, "gbs", None) is not None)
-        return base.build_config(args, framework_values(said), problems)
+        problems = base.environment_clashes() + clashes(said)
+        return base.build_config(get_torchturbo_args(), framework_values(said), problems)
+
+    def _checked(self, config: EngineConfig, said: Mapping[str, Any]) -> EngineConfig:
+        """Hold a configuration that was given as an object against what the framework was told."""
+        problems = base.environment_clashes() + clashes(said) + pipeline.inactive_problems(config)
+        if problems:
+            fail(problems)
+        for path, value, where in framework_values(said):
+            if config.get(path) != value:
+                log.warning_rank0(
+                    "%s gives way to the configuration given in code: %s = %s", where, path, shown(config.get(path))
+                )
+        return config
 
     def _one_device_a_process(self) -> None:
         """Keep Trainer from wrapping the model in DataParallel where one process sees several devices."""

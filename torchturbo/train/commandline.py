@@ -61,7 +61,7 @@ def read_command(argv: Sequence[str]) -> Command:
         if problems:
             fail(problems)
         raise own
-    problems += clashes(said, gbs_set=args.gbs is not None, typed=True)
+    problems += clashes(said, typed=True)
     config = base.build_config(args, framework_values(said, typed=True), problems)
     assert parsed is not None  # build_config raised its problems
     set_torchturbo_args(args)

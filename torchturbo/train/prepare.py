@@ -104,12 +104,14 @@ def _check(
     problems += bad + eval_bad
     output_dir = Path(str(training.output_dir))
     resume = None
-    if training.resume_from_checkpoint and training.resume_from_checkpoint.lower() != "false":
-        found = find_checkpoint(training.resume_from_checkpoint, output_dir, "--resume_from_checkpoint")
+    wanted = training.resume_from_checkpoint
+    wanted = None if wanted is None or wanted.lower() == "false" else wanted
+    if wanted is not None:
+        found = find_checkpoint(wanted, output_dir, "--resume_from_checkpoint")
         problems += [found] if isinstance(found, Problem) else []
         resume = None if isinstance(found, Problem) else found
-    problems += output_problems(output_dir, data.overwrite_output_dir or training.resume_from_checkpoint is not None)
-    problems += clashes({"accelerator_config": training.accelerator_config}, gbs_set=config.gbs is not None, typed=True)
+    problems += output_problems(output_dir, data.overwrite_output_dir or wanted is not None)
+    problems += clashes({"accelerator_config": training.accelerator_config}, typed=True)
     if training.eval_strategy != "no" and not data.eval_dataset:
         problems.append(Problem("--eval_strategy", "", "there is nothing to evaluate on", "give --eval_dataset"))
     if config.mixed_precision == "bf16" and not runtime.supports_bf16():
@@ -211,7 +213,8 @@ def _compare(job: Job) -> None:
         return
     said = run_facts(job.training, job.plan.world_size, extra)
     # What the trainer's arguments will hold once the engine has taken them over.
-    said |= {"gradient_accumulation_steps": job.plan.accumulation, "data_seed": said["data_seed"] or said["seed"]}
+    data_seed = said["seed"] if said["data_seed"] is None else said["data_seed"]
+    said |= {"gradient_accumulation_steps": job.plan.accumulation, "data_seed": data_seed}
     problems, _ = resume_problems(job.resume, job.config, said, resume_flag())
     if problems:
         raise ConfigError(problems)

@@ -103,9 +103,15 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
     return result
 
 
+class RunTrainer(TurboTrainer):
+    """The trainer of ``torchturbo train``, which has start lines of its own."""
+
+    turbo_announces = False
+
+
 def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer:
     """Return the trainer of a prepared run."""
-    trainer = TurboTrainer(
+    trainer = RunTrainer(
         model=model,
         args=job.training,
         train_dataset=job.train_set,

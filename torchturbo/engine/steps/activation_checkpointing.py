@@ -31,12 +31,10 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if not getattr(base, "supports_gradient_checkpointing", False):
         _refuse_or_warn(base, config)
         return
+    # Transformers lets the embeddings' output require grad with it, which reentrant checkpointing needs to run at all.
     _switch(base, "enable", {"use_reentrant": section.use_reentrant})
     if (model_config := getattr(base, "config", None)) is not None:
         model_config.use_cache = False  # a key-value cache would be filled twice, by forward and by recompute
-    if section.use_reentrant and not _inputs_require_grad(base):
-        # Reentrant checkpointing runs backward only through inputs that require grad; a frozen embedding's do not.
-        base.enable_input_require_grads()  # type: ignore[operator]
 
 
 def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -> None:
@@ -50,11 +48,6 @@ def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -
         elif getattr(base, "supports_gradient_checkpointing", False):
             method()
         return
-
-
-def _inputs_require_grad(base: nn.Module) -> bool:
-    embeddings = base.get_input_embeddings()  # type: ignore[operator]
-    return any(parameter.requires_grad for parameter in embeddings.parameters())
 
 
 def _refuse_or_warn(base: nn.Module, config: EngineConfig) -> None:
