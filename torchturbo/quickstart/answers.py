@@ -21,7 +21,7 @@ def ask(folder: Path, rows: Sequence[Row]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts: list[list[int]] = [
         tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
         for row in rows

@@ -70,7 +70,7 @@ def quickstart(options: Options, console: Console, source: Source = SMOLLM2) -> 
 
 
 def _introduce(options: Options, output: Output, console: Console) -> None:
-    console.line(console.style("TorchTurbo quickstart: teach a small model to sort support tickets", BOLD))
+    console.line(console.style("TorchTurbo quickstart: a small model learns to sort tickets", BOLD))
     console.line()
     facts = (
         ("model", "SmolLM2-135M-Instruct (Apache-2.0), trained in fp32, all parameters"),
@@ -187,7 +187,7 @@ class _Run:
                 f"{before.right_type} of {before.rows}",
                 f"{after.right_type} of {after.rows}",
             ),
-            (f"training loss (first step; mean of last {averaged})", f"{first:.2f}", f"{last:.2f}"),
+            (f"training loss (first; mean of last {averaged})", f"{first:.2f}", f"{last:.2f}"),
         )
         self.console.table(("", "before", "after"), rows)
         self.console.line()
