@@ -2,7 +2,7 @@
 
 Add a step: a function ``(model, config, context)`` in a module of its own under ``torchturbo/engine/steps/``, and one
 row below in its place of the order freeze, extra heads, ops, losses, sequence, experts, activation checkpointing,
-shard, prefetch, optimizer. A key that no row claims is refused by :func:`refuse_inactive` when it is set.
+shard, prefetch, optimizer. A key that no row claims is refused when it is set: :func:`inactive_problems`.
 This module imports neither torch nor transformers: ``config show`` reads it.
 """
 
