@@ -73,7 +73,8 @@ def tests(session: nox.Session) -> None:
     """Run all tests, training included, on Python 3.11 in .venv."""
     python = with_torch(session, "test", "codegen")
     elsewhere = [f"--ignore={folder}" for folder in OWN_SESSION]
-    session.run(python, "-m", "pytest", *elsewhere, *session.posargs, env=QUIET, external=True)
+    arguments = session.posargs or ["--numprocesses=2"]  # each worker may start two ranks of its own
+    session.run(python, "-m", "pytest", *elsewhere, *arguments, env=QUIET, external=True)
 
 
 @nox.session(python=["3.12", "3.13"])
