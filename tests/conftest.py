@@ -26,7 +26,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name, raising=False)
     # The handler of an earlier test writes to the stderr that pytest caught there and has closed since.
-    logging.getLogger("torchturbo").handlers.clear()
+    # pytest gives a logger that does not propagate a handler of its own, and ours would be set up no more.
+    logger = logging.getLogger("torchturbo")
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 @pytest.fixture

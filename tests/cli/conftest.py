@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +28,6 @@ def torchturbo(
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("TORCHTURBO_DEBUG", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    # The handler of an earlier test writes to that test's stderr.
-    monkeypatch.setattr(logging.getLogger("torchturbo"), "handlers", [])
 
     def run(*words: str) -> Done:
         try:

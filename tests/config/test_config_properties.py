@@ -114,6 +114,12 @@ def test_command_lines_agree_with_bare_argparse(pieces: list[list[str]]) -> None
 
 # -- documents against jsonschema -------------------------------------------------------------------------------------
 
+
+class Quoting(yaml.SafeDumper):
+    """PyYAML, with every text in quotes: what is plain text by YAML 1.1, 1e-5 for one, is a number by 1.2."""
+
+
+Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 ORACLE = jsonschema.Draft202012Validator(EDITOR_SCHEMA)
 NAMES = st.one_of(
     st.sampled_from(
@@ -181,7 +187,10 @@ def oracle_paths(document: Any) -> set[str]:
 def test_documents_agree_with_jsonschema_on_the_paths_of_errors(document: Any) -> None:
     """Our validator finds an error exactly where the editor's schema has one, in JSON and in YAML."""
     expected = oracle_paths(document) if document is not None else set()
-    for name, text in [("t.json", json.dumps(document)), ("t.yaml", yaml.safe_dump(document, allow_unicode=True))]:
+    for name, text in [
+        ("t.json", json.dumps(document)),
+        ("t.yaml", yaml.dump(document, Dumper=Quoting, allow_unicode=True)),
+    ]:
         Path(name).write_text(text, encoding="utf-8")
         problems = read_file(name).problems
         assert expected == {problem.key for problem in problems}, (name, list(map(str, problems)))
