@@ -11,6 +11,7 @@ import pytest
 
 from torchturbo.cli import quickstart as command
 from torchturbo.quickstart import run as module
+from torchturbo.quickstart.command import Options
 from torchturbo.quickstart.errors import Interrupted, QuickstartError
 
 
@@ -20,10 +21,10 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-def replace_run(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> list[module.Options]:
-    seen: list[module.Options] = []
+def replace_run(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> list[Options]:
+    seen: list[Options] = []
 
-    def quickstart(options: module.Options, console: object) -> None:
+    def quickstart(options: Options, console: object) -> None:
         seen.append(options)
         if error is not None:
             raise error
@@ -37,8 +38,8 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.run([]) == 0
     assert command.run(["--output_dir", "~/x", "--steps", "7", "--seed", "3"]) == 0
     assert seen == [
-        module.Options(Path("torchturbo-quickstart"), 20, 0),
-        module.Options(Path.home() / "x", 7, 3),
+        Options(Path("torchturbo-quickstart"), 20, 0),
+        Options(Path.home() / "x", 7, 3),
     ]
 
 

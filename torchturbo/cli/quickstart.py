@@ -41,7 +41,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
     try:
         _check_machine()
-        from torchturbo.quickstart.run import Options, quickstart
+        from torchturbo.quickstart.command import Options
+        from torchturbo.quickstart.run import quickstart
 
         quickstart(Options(options.output_dir, options.steps, options.seed), console)
     except QuickstartError as error:
@@ -62,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the quickstart's own options to a parser."""
     parser.add_argument(
         "--output_dir",
         metavar="DIR",
@@ -73,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", metavar="N", type=_at_least(1, 100_000), default=20, help="training steps of 4 tickets"
     )
     parser.add_argument("--seed", metavar="N", type=_at_least(0, 2**32 - 1), default=0, help="order of the tickets")
-    return parser
 
 
 def _folder(text: str) -> Path:
