@@ -65,6 +65,19 @@ def test_a_run_trains_and_writes_what_it_should(material: Path, tmp_path: Path) 
     assert not list(out.glob(".*"))
 
 
+@pytest.mark.parametrize(
+    "words", [["--tt_gbs", "3"], ["--per_device_train_batch_size", "5"], ["--dataloader_drop_last"]]
+)
+def test_the_steps_said_at_the_start_are_taken(
+    words: list[str], material: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    """24 rows, two and a half epochs."""
+    epochs = ["--max_steps", "-1", "--num_train_epochs", "2.5", "--save_strategy", "no"]
+    result = train(command(material, tmp_path / "out", *words, *epochs))
+
+    assert any(line.endswith(f" sequences per step, {result.steps} steps") for line in logged)
+
+
 def test_the_saved_model_is_the_trained_one(material: Path, tmp_path: Path) -> None:
     """It loads with plain Transformers, generates with a cache, and its tokenizer brings the template."""
     out = tmp_path / "out"
@@ -293,6 +306,18 @@ def test_packing_trains_on_the_same_tokens(material: Path, tmp_path: Path) -> No
 
     assert len(packed.trainer.train_dataset) <= len(plain.trainer.train_dataset) / 2
     assert packed.trainer.turbo_facts["dataset_tokens"] == plain.trainer.turbo_facts["dataset_tokens"]
+
+
+def test_packing_needs_no_cache() -> None:
+    """With a key-value cache Transformers reads no document boundaries; not every release's Trainer turns it off."""
+    from types import SimpleNamespace
+
+    from torchturbo.train.run import _check_packing
+
+    model = tiny.model(use_cache=True)
+    _check_packing(SimpleNamespace(data=SimpleNamespace(packing=True), model_config=model.config), model)
+
+    assert not model.config.use_cache
 
 
 def test_evaluation_is_logged_and_drawn(material: Path, tmp_path: Path) -> None:
