@@ -48,6 +48,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--steps", "0"], "argument --steps: expected a whole number from 1 to 100000, got '0'"),
         (["--steps", "many"], "argument --steps: expected a whole number from 1 to 100000, got 'many'"),
+        (["--steps", "1_0"], "argument --steps: expected a whole number from 1 to 100000, got '1_0'"),
         (["--seed", "-1"], "argument --seed: expected"),
         (["--seed", "4294967296"], "argument --seed: expected a whole number from 0 to 4294967295"),
         (["--output_dir", " "], "argument --output_dir: expected the path of a folder, got nothing"),

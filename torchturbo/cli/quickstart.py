@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         quickstart(Options(options.output_dir, options.steps, options.seed), console)
     except QuickstartError as error:
         console.end_bar()
-        if os.environ.get("TORCHTURBO_DEBUG"):
+        if os.environ.get("TORCHTURBO_DEBUG") == "1":
             raise
         prefix = "\033[1;31merror:\033[0m" if wants_colour(sys.stderr) else "error:"
         print(f"{prefix} {error}", file=sys.stderr)
@@ -90,10 +90,7 @@ def _folder(text: str) -> Path:
 
 def _at_least(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
+        value = int(text) if text.isdecimal() else low - 1
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {text!r}")
         return value
