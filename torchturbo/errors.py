@@ -22,7 +22,7 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         text = ": ".join(part for part in (self.place, self.key, self.message) if part)
-        return f"{text}; {self.remedy}" if self.remedy else text
+        return printable(f"{text}; {self.remedy}" if self.remedy else text)
 
 
 class ConfigError(SystemExit):
@@ -53,6 +53,13 @@ def fail(problems: Iterable[Problem]) -> NoReturn:
 def is_first_local_rank() -> bool:
     """Return whether this process speaks for its node (torchrun numbers the processes of a node by LOCAL_RANK)."""
     return os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1")
+
+
+def printable(text: str) -> str:
+    """Return a text with line ends and control characters as escapes, so that it is one line of any terminal."""
+    if text.isprintable():
+        return text
+    return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)
 
 
 def wants_colour(stream: object) -> bool:

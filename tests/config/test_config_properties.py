@@ -17,8 +17,9 @@ from launching import launch, said
 from torchturbo.config.dump import to_json, to_yaml
 from torchturbo.config.file import read_file
 from torchturbo.config.keys import Key
-from torchturbo.engine.args import parse_log_level, parse_torchturbo_args, string_to_bool
+from torchturbo.engine.args import TorchTurboArgs, parse_log_level, parse_torchturbo_args, string_to_bool
 from torchturbo.engine.config import EngineConfig, FrameworkValue, build_from_args, load_config
+from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS, SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,39 @@ def test_command_lines_agree_with_bare_argparse(pieces: list[list[str]]) -> None
         if row["args_name"] and row["cli_name"]:
             default = None if row["args_default"] is None else getattr(type(args)(), row["args_name"])
             assert expected.get(row["cli_name"], default) == getattr(args, row["args_name"]), row["name"]
+
+
+OURS = st.sampled_from([key.cli for key in KEYS.values() if key.cli and key.path != "config_path"])
+ANY_WORD = st.one_of(
+    st.text(max_size=8),
+    st.text(max_size=6).map(lambda text: f"--tt_{text}"),
+    OURS,
+    st.tuples(OURS, st.text(max_size=6)).map("=".join),
+    st.sampled_from(["null", "1e999", "-inf", "0x", "٣", "9" * 5000, "True", "on", "--", "\0", "\udc80", "%s", "{}"]),
+)
+
+
+@given(st.lists(ANY_WORD, max_size=6))
+@settings(often, max_examples=300)
+def test_no_command_line_is_a_traceback(line: list[str]) -> None:
+    """Whatever is typed: a result or a list of problems, each on one line, and nothing of ours is left over."""
+    done = launch(line)
+    ended = line.index("--") if "--" in line else len(line)
+    assert (done.args is None) is bool(done.errors) or done.config is None
+    assert not any(word.startswith(("--tt_", "--tt-")) for word in done.rest[: len(done.rest) - (len(line) - ended)])
+    if not done.errors:
+        assert line[ended:] == done.rest[len(done.rest) - (len(line) - ended) :]
+
+
+@given(st.dictionaries(st.sampled_from([key.env for key in KEYS.values() if key.env]), st.text(max_size=8), max_size=4))
+@settings(often, max_examples=150)
+def test_no_variable_is_a_traceback(variables: dict[str, str]) -> None:
+    """Whatever a variable holds: a configuration or problems that name the variable."""
+    try:
+        with said():
+            build_from_args(TorchTurboArgs(), environ=variables)
+    except ConfigError as error:
+        assert {problem.place for problem in error.problems} <= set(variables)
 
 
 # -- documents against jsonschema -------------------------------------------------------------------------------------

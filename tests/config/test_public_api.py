@@ -192,6 +192,13 @@ def test_problems_are_printed_once_a_node(
     assert ["error: a.yaml:1:2: gbs: expected integer; write 4"][:lines] == capsys.readouterr().err.splitlines()
 
 
+def test_a_problem_is_one_line_whatever_it_is_about() -> None:
+    """Line ends and control characters are shown as escapes; letters of any alphabet are shown as they are."""
+    (error,) = launch(["--tt_x\ny\x1b[31m"]).errors
+    assert error.startswith("--tt_x\\ny\\x1b[31m: unknown option")
+    assert "a\\udc80b: gbs: ▁ é" == str(Problem("a\udc80b", "gbs", "▁ é"))
+
+
 def test_help_is_printed_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     """Our help has every option; a wrong option beside it does not matter."""
     with pytest.raises(SystemExit) as caught:

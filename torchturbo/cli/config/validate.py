@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchturbo.cli.terminal import GREEN, RED, YELLOW, paint
 from torchturbo.config.file import read_file
 from torchturbo.config.merge import merge
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, printable
 
 
 class Finding(NamedTuple):
@@ -63,15 +63,16 @@ def _text(finding: Finding) -> str:
 
 
 def _print(file: str, found: list[Finding]) -> None:
+    shown = printable(file)
     for finding in found:
-        where = file if finding.line is None else f"{file}:{finding.line}:{finding.column}"
+        where = shown if finding.line is None else f"{shown}:{finding.line}:{finding.column}"
         word = paint(finding.severity, RED if finding.severity == "error" else YELLOW)
         print(f"{where}: {word}: {_text(finding)}")
     errors = sum(finding.severity == "error" for finding in found)
     if errors:
-        print(f"{file}: {errors} error{'s' if errors > 1 else ''}", file=sys.stdout)
+        print(f"{shown}: {errors} error{'s' if errors > 1 else ''}", file=sys.stdout)
     else:
-        print(f"{file}: {paint('ok', GREEN)}")
+        print(f"{shown}: {paint('ok', GREEN)}")
 
 
 def _annotation(finding: Finding) -> str:
