@@ -32,6 +32,27 @@ def edit(schema: dict[str, Any]) -> None:
             "since": "0.2.0",
         },
     }
+    definitions["TelemetryConfig"] = {
+        "description": "A section that did not exist.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "sink": {
+                "description": "Where it goes.",
+                "type": "string",
+                "enum": ["file", "socket"],
+                "default": "file",
+                "examples": ["socket"],
+                "x-torchturbo": {
+                    "cli": "--tt_telemetry_sink",
+                    "values": {"file": "To a file.", "socket": "To a socket."},
+                    "since": "0.2.0",
+                },
+            },
+        },
+        "x-torchturbo": {"class": "TelemetryConfig"},
+    }
+    schema["properties"]["telemetry"] = {"$ref": "#/$defs/TelemetryConfig", "default": {}}
     definitions["ParallelPlan"]["properties"]["sp_size"]["x-torchturbo"]["aliases"] = [
         {
             "path": "parallel_plan.ulysses_size",
@@ -89,7 +110,10 @@ def run(root: Path, tmp_path: Path) -> Run:
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("config.py", ["head_dropout: float | None = 0.0"]),
+        (
+            "config.py",
+            ["head_dropout: float | None = 0.0", "class TelemetryConfig", "telemetry: TelemetryConfig = field"],
+        ),
         ("args.py", ["mtp_head_dropout: float | None = 0.0"]),
         ("keys.py", ["mtp.head_dropout", '"TORCH_TURBO_MTP_HEAD_DROPOUT": "mtp.head_dropout"']),
         ("specs.py", ['cli_name="--tt_mtp_head_dropout"', "100%% of the time"]),
@@ -157,6 +181,16 @@ def test_the_new_option_is_explained_and_offered(run: Run) -> None:
     for wanted in ("mtp.head_dropout", "number or null, 0 to 1", "TORCH_TURBO_MTP_HEAD_DROPOUT", "inactive"):
         assert wanted in text
     assert "# head_dropout: 0.0" in run("config", "init", "-")[1]
+
+
+def test_a_new_section_is_read_without_a_field_of_its_own(run: Run) -> None:
+    """A key needs neither a flat field nor a variable: its option goes by the overrides."""
+    assert (0, {"telemetry": {"sink": "socket"}}, []) == run(*SHOW, "--tt_telemetry_sink", "socket")
+    assert (0, {"telemetry": {"sink": "socket"}}, []) == run(*SHOW, file="telemetry: {sink: socket}")
+    assert [
+        'error: t.yaml:1:19: telemetry.sink: expected one of file, socket, got string "fil"; did you mean file?'
+    ] == (run(*SHOW, file="telemetry: {sink: fil}")[2])
+    assert "  telemetry.sink" in run("config", "explain", "telemetry")[1]
 
 
 def test_the_new_rule_holds(run: Run) -> None:

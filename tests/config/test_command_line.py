@@ -206,6 +206,7 @@ REFUSED: list[tuple[str, str]] = [
         "--tt_plugin a.py, b.py",
         '--tt_plugin: expected PATH.py or PATH.py:CONFIG, got "a.py,"; give --tt_plugin once for each',
     ),
+    ("--tt_plugin null", '--tt_plugin: expected PATH.py or PATH.py:CONFIG, got "null"; leave it out for its default'),
     ("--tt_plugin a.txt", '--tt_plugin: expected PATH.py or PATH.py:CONFIG, got "a.txt"'),
 ]
 
