@@ -235,6 +235,17 @@ def test_keys_without_a_feature_are_refused_with_everything_else(
         assert part in lines
 
 
+def test_a_device_without_a_runtime_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Autocast would be for another device, without a word."""
+    args = arguments(tmp_path)
+    monkeypatch.setattr(TrainingArguments, "device", property(lambda self: torch.device("mps")))
+
+    with pytest.raises(ConfigError):
+        trainer(tmp_path, args=args)
+
+    assert "TorchTurbo has no runtime for mps devices; use --use_cpu" in capsys.readouterr().err
+
+
 def test_one_process_uses_one_device(tmp_path: Path, logged: list[str]) -> None:
     """DataParallel would copy the model behind the engine's back."""
     args = arguments(tmp_path)

@@ -15,6 +15,7 @@ from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_probl
 if TYPE_CHECKING:
     from torchturbo.engine.args import TorchTurboArgs
     from torchturbo.engine.config import EngineConfig, FrameworkValue
+    from torchturbo.runtime import Runtime
 
 log = get_logger(__name__)
 
@@ -69,6 +70,13 @@ def build_config(
     if found:
         fail(found)
     return config
+
+
+def device_problem(device_type: str, runtime: Runtime) -> Problem | None:
+    """Return a problem where the framework computes on a kind of device that the engine has no runtime for."""
+    if device_type == runtime.device_type:
+        return None
+    return Problem("", "", f"TorchTurbo has no runtime for {device_type} devices", "use --use_cpu, or CUDA or an NPU")
 
 
 def apply_log_level(config: EngineConfig) -> None:

@@ -99,13 +99,17 @@ class TurboMixin:
         plan = base.plan_batch(
             config, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
         )
-        if isinstance(plan, Problem):
-            fail([plan])
+        runtime = current_runtime(use_cpu=args.use_cpu)
+        problems = [
+            found for found in (plan, base.device_problem(args.device.type, runtime)) if isinstance(found, Problem)
+        ]
+        if problems or isinstance(plan, Problem):
+            fail(problems)
         where = place("gradient_accumulation_steps", typed=False)
         base.report_accumulation(config, plan, said.get("gradient_accumulation_steps"), where)
         self._one_device_a_process()
         self.args = taken_over(args, plan.accumulation)
-        context = Context(current_runtime(use_cpu=args.use_cpu), args.world_size, args.process_index)
+        context = Context(runtime, args.world_size, args.process_index)
         self.turbo, self.turbo_plan = Engine(config, context), plan
         if self.turbo_announces:
             base.announce(config, plan)
