@@ -132,7 +132,7 @@ def test_a_read_only_cache_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 def hold(folder: Path, held: object, release: object) -> None:
     with cache.locked(folder, lambda: None):
         held.set()
-        release.wait(20)
+        release.wait(120)
 
 
 def test_the_second_process_waits_and_says_so(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_second_process_waits_and_says_so(tmp_path: Path) -> None:
     held, release = context.Event(), context.Event()
     other = context.Process(target=hold, args=(tmp_path, held, release))
     other.start()
-    assert held.wait(20)
+    assert held.wait(120)
     waits: list[float] = []
 
     def on_wait() -> None:
@@ -149,7 +149,7 @@ def test_the_second_process_waits_and_says_so(tmp_path: Path) -> None:
 
     with cache.locked(tmp_path, on_wait):
         assert len(waits) == 1
-    other.join(20)
+    other.join(120)
     assert other.exitcode == 0
 
 

@@ -274,7 +274,7 @@ def test_two_processes_convert_once(root: Path, fake) -> None:
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in both] == [0, 0]
     assert count.value == 1
     assert cache.flaw(root / "tiny-fp32", fake.source.member_sha256) is None
@@ -328,12 +328,12 @@ def test_an_interrupt_ends_pip(tmp_path: Path) -> None:
         "SECONDS": "60",
     }
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environ, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (tmp_path / "seen").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)  # to our process alone: pip must be ended by it
-    assert process.wait(20) != 0
-    assert time.monotonic() - started < 10
+    assert process.wait(60) != 0
+    assert time.monotonic() - started < 30
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "seen").read_text().partition(" ")[0]), 0)
