@@ -100,8 +100,9 @@ class FrameworkParser(HfArgumentParser):  # type: ignore[misc]
     """Reads only what is typed, refuses abbreviations, and reports instead of exiting."""
 
     def __init__(self) -> None:
+        kinds: Any = (ModelArguments, DataArguments, TrainingArguments)  # transformers' own type takes no class
         super().__init__(
-            (ModelArguments, DataArguments, TrainingArguments),
+            kinds,
             prog="torchturbo train",
             usage=USAGE,
             description=DESCRIPTION,
