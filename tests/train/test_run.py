@@ -206,6 +206,8 @@ def test_other_rows_stop_a_resume(stopped: Path, material: Path, tmp_path: Path)
         train(command(material, stopped, "--resume_from_checkpoint", "true", "--dataset", str(other)))
 
     assert {problem.key for problem in caught.value.problems} == {"dataset", "dataset_tokens"}
+    assert "made with rows.jsonl (24 rows, sha256 " in str(caught.value)
+    assert "this run has rows.jsonl (23 rows, sha256 " in str(caught.value)
 
 
 def test_an_allowed_change_is_taken_and_said(stopped: Path, material: Path, tmp_path: Path, logged: list[str]) -> None:

@@ -147,8 +147,6 @@ class TurboMixin:
         context = self.turbo.context
         if self.compute_loss_func is not None or self.label_smoother is not None:
             context.normaliser = None
-        if context.normaliser is not None:
-            self.loss_is_scaled_for_ga = True
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
         self._plain_loss = owners[:2] == [TurboMixin, Trainer]
 

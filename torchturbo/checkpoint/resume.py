@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.checkpoint.record import CONFIG_NAME, MANIFEST_NAME, read_facts
+from torchturbo.config.keys import shown
 from torchturbo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def resume_problems(
         Problem(
             str(folder),
             name,
-            f"the checkpoint was made with {before!r}, this run has {after!r}: {_effect(name)}",
+            f"the checkpoint was made with {_words(before)}, this run has {_words(after)}: {_effect(name)}",
             f"use the old value, or {allow_flag} {name}",
         )
         for name, (before, after) in changes.items()
@@ -109,6 +110,13 @@ def _config_changes(folder: Path, config: EngineConfig) -> dict[str, tuple[Any, 
 
 def _fact_changes(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (saved[name], facts[name]) for name in saved if name in facts and saved[name] != facts[name]}
+
+
+def _words(value: Any) -> str:
+    """Return a value as a user writes it; files as their names, with what tells equal names apart."""
+    if isinstance(value, list) and all(isinstance(item, dict) and "sha256" in item for item in value):
+        return ", ".join(f"{file['name']} ({file['rows']} rows, sha256 {file['sha256'][:8]})" for file in value)
+    return shown(value)
 
 
 def _effect(name: str) -> str:
