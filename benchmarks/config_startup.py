@@ -233,7 +233,7 @@ def _result(rounds: list[dict[str, float]], peers: list[str]) -> dict[str, Any]:
         targets.append({**target._asdict(), "measured": measured, "spread": spread, "kept": measured <= target.limit})
     return {
         "machine": _machine(),
-        "versions": {PEERS.get(name, name): _version(name) for name in ("torchturbo", "pyyaml", *peers)},
+        "versions": {name.replace("_", "-"): _version(name) for name in ("torchturbo", "pyyaml", *peers)},
         "missing": [PEERS[name] for name in PEERS if name not in peers],
         "rounds": len(rounds),
         "cpu_milliseconds": {name: statistics.median(seconds[name] for seconds in rounds) * 1000 for name in rounds[0]},
@@ -301,7 +301,7 @@ def _version(module: str) -> str:
         from torchturbo import __version__
 
         return __version__
-    return importlib.metadata.version(PEERS[module] if module == "pydantic_settings" else module)
+    return importlib.metadata.version(module.replace("_", "-"))
 
 
 if __name__ == "__main__":
