@@ -132,6 +132,7 @@ REFUSED: list[tuple[str, str]] = [
         "--tt_enable_mtp null",
         '--tt_enable_mtp: expected boolean, got "null"; write true or false, or leave it out for its default',
     ),
+    ("--tt_enable_mtp=2", '--tt_enable_mtp: expected boolean, got "2"; write true or false'),
     ("--tt_enable_mtp=okay", '--tt_enable_mtp: expected boolean, got "okay"; write true or false'),
     *(
         (f"--tt_enable_mtp {slip}", f'--tt_enable_mtp: expected boolean, got "{slip}"; did you mean true?')

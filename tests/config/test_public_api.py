@@ -286,6 +286,17 @@ def test_bad_values_that_code_sets_are_errors(field: str, value: Any, expected: 
     assert str(caught.value).startswith(expected)
 
 
+def test_numbers_that_code_sets_get_the_type_of_their_key() -> None:
+    """2 for a number is 2.0, and 4.0 for an integer is 4."""
+    config = build_from_args(TorchTurboArgs(cap_lambda=2, gbs=4.0))  # type: ignore[arg-type]
+    assert (2.0, float, 4, int) == (
+        config.diffusion.cap_lambda,
+        type(config.diffusion.cap_lambda),
+        config.gbs,
+        type(config.gbs),
+    )
+
+
 def test_unknown_overrides_are_errors() -> None:
     """config_overrides is checked too."""
     with pytest.raises(ConfigError) as caught:

@@ -53,7 +53,7 @@ def read(key: Key, written: Written) -> Any:
             value = float(text)
         if value is not None:
             return _narrowed(value, key)
-    elif key.choices and key.path == "log_level":
+    elif key.python:
         return text.strip().upper()
     else:
         return text
