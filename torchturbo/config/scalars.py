@@ -77,8 +77,6 @@ def number(text: str) -> int | float | None:
 
 def normal(key: Key, value: Any) -> Any:
     """Return a checked value in its key's own type: 1.0 is the integer 1, 2 the number 2.0."""
-    if value is None or isinstance(value, bool):
-        return value
     return _narrowed(value, key) if key.type in ("integer", "number") else value
 
 
