@@ -235,7 +235,8 @@ def test_plugins_and_resume_permissions_add_up() -> None:
     """Lists collect every occurrence in order."""
     line = "--tt_plugin a.py --tt_resume_allow gbs --tt_plugin=b.py:c.yaml --tt_resume_allow mtp.enabled"
     done = launch(words(line))
-    assert (["a.py", "b.py:c.yaml"], ["gbs", "mtp.enabled"]) == (done["plugins"], done["resume_allow"])
+    assert ("a.py", "b.py:c.yaml") == tuple(done["plugins"])
+    assert ("gbs", "mtp.enabled") == tuple(done["resume_allow"])
 
 
 def test_a_misspelt_option_takes_its_value_along() -> None:

@@ -227,11 +227,11 @@ def test_fields_that_code_sets_take_effect_with_their_place() -> None:
     args.log_level = LogLevel.DEBUG
     args.plugins.append("b.py")
     config = build_from_args(args)
-    assert (4, 8, LogLevel.DEBUG, ["b.py"]) == (
+    assert (4, 8, LogLevel.DEBUG, ("b.py",)) == (
         config.parallel_plan.sp_size,
         config.gbs,
         config.runtime.log_level,
-        config.runtime.plugins,
+        tuple(config.runtime.plugins),
     )
     assert (Layer.COMMAND_LINE, "TorchTurboArgs.sp_size") == config.origin("parallel_plan.sp_size")
     assert "TorchTurboArgs.gbs" == config.origin("gbs").place
