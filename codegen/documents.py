@@ -6,7 +6,7 @@ import textwrap
 
 from codegen.source import Source
 from codegen.templates import render
-from torchturbo.config.keys import Key, Section, shown
+from torchturbo.config.keys import Key, shown, type_text
 
 WIDTH = 80
 INDENT = " " * 6
@@ -14,7 +14,7 @@ INDENT = " " * 6
 
 def reference(source: Source) -> str:
     """Return the reference of every key, one section a key so that a search finds it."""
-    return render("reference.md.j2", source=source, groups=_groups(source), shown=shown, bounds=_bounds)
+    return render("reference.md.j2", source=source, groups=_groups(source), shown=shown, type_text=type_text)
 
 
 def environment(source: Source) -> str:
@@ -25,11 +25,8 @@ def environment(source: Source) -> str:
 
 def help_text(source: Source) -> str:
     """Return the text of the help option, wrapped for a terminal of 80 columns."""
-    lines = [
-        "TorchTurbo options. They are taken off the command line; everything else goes on to the framework.",
-        "",
-    ]
-    lines = textwrap.wrap(lines[0], WIDTH) + [""]
+    intro = "TorchTurbo options. They are taken off the command line; everything else goes on to the framework."
+    lines = [*textwrap.wrap(intro, WIDTH), ""]
     for title, keys in _groups(source):
         listed = [key for key in keys if key.cli]
         if listed:
@@ -50,16 +47,14 @@ def _option(key: Key) -> list[str]:
     value = "{" + ",".join(key.choices) + "}" if key.choices else key.metavar or ""
     if key.type == "boolean":
         value = f"[{value}]"
-    facts = "" if key.type == "array" else f"Default {shown(key.default)}"
+    facts = []
     if key.nullable and key.default is None:
-        facts = f"Default: {key.null[0].lower()}{key.null[1:].rstrip('.')}"
-    if key.type == "array":
-        facts = ""
-    tail = [facts] if facts else []
+        facts.append(f"Default: {key.null[0].lower()}{key.null[1:].rstrip('.')}")
+    elif key.type != "array":
+        facts.append(f"Default {shown(key.default)}")
     if key.env:
-        tail.append(f"variable {key.env}")
-    notes = f" ({'; '.join(tail)})" if tail else ""
-    text = key.text + notes if not notes else f"{key.text}{notes}"
+        facts.append(f"variable {key.env}")
+    text = f"{key.text} ({'; '.join(facts)})" if facts else key.text
     body = textwrap.wrap(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
     return [f"  {key.cli} {value}".rstrip(), *body]
 
@@ -72,14 +67,3 @@ def _groups(source: Source) -> list[tuple[str, list[Key]]]:
         groups.append((section.path or "Top level", keys))
     groups.append(("One launch", [key for key in source.keys if key.runtime]))
     return groups
-
-
-def _bounds(key: Key) -> str:
-    if key.minimum is not None and key.maximum is not None:
-        return f"{key.minimum:g} to {key.maximum:.17g}" if key.maximum < 2**31 - 1 else f"at least {key.minimum:g}"
-    if key.minimum is not None:
-        return f"at least {key.minimum:g}"
-    return f"at most {key.maximum:.17g}" if key.maximum is not None else ""
-
-
-__all__ = ["Section", "environment", "help_text", "reference"]

@@ -7,7 +7,8 @@ import html
 import json
 from typing import Any
 
-from codegen.source import RUNTIME, Schema, Source
+from codegen.contradictions import RUNTIME
+from codegen.source import Schema, Source
 from codegen.templates import HEADER
 from torchturbo.config.keys import Alias, Key, shown
 

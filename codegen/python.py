@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def key_table(source: Source) -> str:
 
 def spec_table(source: Source) -> str:
     """Return the table of TurboArgSpec, in the order of the public table."""
-    specs = [_spec(item) for item in source.inputs if isinstance(item, Section) or item.arg or item.cli or item.env]
+    specs = [_spec(item) for item in source.specs]
     return _formatted("specs.py", render("specs.py.j2", specs=specs))
 
 
@@ -128,7 +129,7 @@ def _flat_property(key: Key) -> Schema:
         body["items"] = {"type": "string"}
     if key.choices:
         body["enum"] = [*key.choices, None] if optional else list(key.choices)
-    return _typed(body, key)
+    return _typed(body, key.python)
 
 
 def _plain(body: Schema) -> Schema:
@@ -136,20 +137,17 @@ def _plain(body: Schema) -> Schema:
     plain = copy.deepcopy(body)
     plain.pop("x-torchturbo", None)
     for name, child in plain["properties"].items():
-        child.pop("x-torchturbo", None)
+        notes = child.pop("x-torchturbo", {})
         child.pop("examples", None)
-        plain["properties"][name] = _typed(child, None, name)
+        plain["properties"][name] = _typed(child, notes.get("python"))
     return plain
 
 
-def _typed(body: Schema, key: Key | None, name: str = "") -> Schema:
-    # The one input with a Python type of its own.
-    if (key.path if key else name) == "log_level":
-        return {name: body[name] for name in ("description", "default")} | {
-            "type": "string",
-            "customTypePath": "torchturbo.logging.LogLevel",
-        }
-    return body
+def _typed(body: Schema, enumeration: str | None) -> Schema:
+    if enumeration is None:
+        return body
+    named = {"type": "string", "customTypePath": f"torchturbo.logging.{enumeration}"}
+    return {name: body[name] for name in ("description", "default")} | named
 
 
 def _classes(definitions: Schema, *, frozen: bool) -> dict[str, str]:
@@ -171,8 +169,10 @@ def _classes(definitions: Schema, *, frozen: bool) -> dict[str, str]:
         formatters=[Formatter.BUILTIN],  # reads no configuration; _formatted() applies the project's own
     )
     assert isinstance(text, str)
-    # The generator knows the type's name but writes the default as it stands in the schema.
-    text = text.replace("log_level: LogLevel = 'INFO'", "log_level: LogLevel = LogLevel.INFO")
+    # The generator knows an enumeration's name but writes the default as it stands in the schema,
+    text = re.sub(r": (LogLevel) = '(\w+)'", r": \1 = \1.\2", text)
+    if frozen:  # and it knows no immutable list.
+        text = text.replace("list[str] = field(default_factory=list)", "tuple[str, ...] = ()")
     # torchturbo/config/values.py says why; the generator knows no other decorator and no arguments that are False.
     text = text.replace("@dataclass(frozen=True, kw_only=True)", "@frozen")
     text = text.replace("@dataclass(kw_only=True)", "@dataclass(kw_only=True, eq=False, repr=False)")
@@ -208,7 +208,7 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-CONVERTERS = {"boolean": "string_to_bool", "integer": "int", "number": "float"}
+CONVERTERS = {"boolean": "string_to_bool", "integer": "int", "number": "float", "LogLevel": "parse_log_level"}
 
 
 def _spec(item: Key | Section) -> str:
@@ -227,7 +227,7 @@ def _spec(item: Key | Section) -> str:
         "help": item.text.replace("%", "%%"),  # argparse formats help with %
     }
     words = [f"{name}={value!r}" for name, value in fields.items() if value is not None]
-    converter = "parse_log_level" if item.path == "log_level" else CONVERTERS.get(item.type)
+    converter = CONVERTERS.get(item.python or item.type)
     if converter:
         words.insert(-1, f"type={converter}")
     return f"TurboArgSpec({', '.join(words)})"

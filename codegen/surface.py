@@ -16,10 +16,9 @@ PYTHON_TYPES = {"boolean": "bool", "integer": "int", "number": "float", "string"
 
 def listing(source: Source) -> str:
     """Return every flag, variable, path, type and default, so that a change of the surface is one readable diff."""
-    with_spec = [item for item in source.inputs if isinstance(item, Section) or item.arg or item.cli or item.env]
-    described = {id(item) for item in with_spec}
+    described = {id(item) for item in source.specs}
     surface = {
-        "inputs": [_section(item) if isinstance(item, Section) else _key(item) for item in with_spec],
+        "inputs": [_section(item) if isinstance(item, Section) else _key(item) for item in source.specs],
         "file_only": [_key(key) for key in source.keys if not key.launch_only and id(key) not in described],
         "launcher_options": [source.help_flag, *(key.cli for key in source.keys if key.launch_only)],
         "rules": [f"{rule.left} {rule.op} {rule.right}" for rule in source.rules],
@@ -28,7 +27,7 @@ def listing(source: Source) -> str:
 
 
 def _key(key: Key) -> dict[str, Any]:
-    kind = "LogLevel" if key.path == "log_level" else PYTHON_TYPES[key.type]
+    kind = key.python or PYTHON_TYPES[key.type]
     unset = ([] if key.type == "array" else key.arg_default) if key.arg else None
     optional = key.arg and (key.nullable or unset is None)
     return {

@@ -174,9 +174,9 @@ class RuntimeArgs(FrozenValues):
     """Optimizer steps, counted from the first, whose memory history is captured into the memory_snapshot folder of the output directory."""
     log_level: LogLevel = LogLevel.INFO
     """Level of TorchTurbo's own log lines."""
-    plugins: list[str] = field(default_factory=list)
+    plugins: tuple[str, ...] = ()
     """Plugin to load, a Python file that runs inside the training process: PATH.py, or PATH.py:CONFIG to hand it a configuration file. May be given several times."""
-    resume_allow: list[str] = field(default_factory=list)
+    resume_allow: tuple[str, ...] = ()
     """Setting that may differ from the resumed checkpoint's although it changes the data order or the schedule. May be given several times."""
 
 

@@ -772,6 +772,7 @@ KEYS: dict[str, Key] = {
             arg_default="INFO",
             cli="--tt_log_level",
             metavar="LEVEL",
+            python="LogLevel",
             runtime=True,
         ),
         Key(

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
+DEBUG = "TORCHTURBO_DEBUG"
+"""Variable that adds tracebacks when it is 1."""
+
 
 class Problem(NamedTuple):
     """One thing that is wrong, as the person who wrote it needs to hear it."""
@@ -44,10 +47,23 @@ def fail(problems: Iterable[Problem]) -> NoReturn:
     """Print every problem on stderr, once per node, and raise :class:`ConfigError`."""
     error = ConfigError(problems)
     if is_first_local_rank():
-        colour = wants_colour(sys.stderr)
-        prefix = "\033[1;31merror:\033[0m" if colour else "error:"
-        print("".join(f"{prefix} {problem}\n" for problem in error.problems), end="", file=sys.stderr, flush=True)
+        if debugging():
+            import traceback
+
+            traceback.print_stack(file=sys.stderr)
+        print_errors(map(str, error.problems))
     raise error
+
+
+def print_errors(lines: Iterable[str]) -> None:
+    """Print lines on stderr as errors, in one write: the lines of several ranks must not mix."""
+    prefix = "\033[1;31merror:\033[0m" if wants_colour(sys.stderr) else "error:"
+    print("".join(f"{prefix} {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+
+
+def debugging() -> bool:
+    """Return whether a developer asked for tracebacks."""
+    return os.environ.get(DEBUG) == "1"
 
 
 def is_first_local_rank() -> bool:

@@ -51,7 +51,7 @@ function _shtab_torchturbo_using
 end
 
 set -g _shtab_torchturbo_commands train quickstart config 'config show' 'config explain' 'config validate' 'config init' 'config schema' completion
-set -g _shtab_torchturbo_opts_with_value --format --tt_ac_use_reentrant --tt_backend --tt_backward_prefetch_depth --tt_bd_block_size --tt_bd_mask_high --tt_bd_mask_low --tt_cap_lambda --tt_card_name --tt_config --tt_cpu_offload --tt_dspark_ce_loss_alpha --tt_dspark_confidence_loss_alpha --tt_dspark_l1_loss_alpha --tt_dspark_loss_decay_gamma --tt_dspark_loss_scaling_factor --tt_dspark_num_anchors --tt_enable_chunk_loss --tt_enable_dspark --tt_enable_mtp --tt_ep_size --tt_forward_prefetch_depth --tt_freeze_language_model --tt_freeze_multi_modal_projector --tt_freeze_vision_tower --tt_gbs --tt_gradient_checkpointing --tt_hf_export --tt_log_level --tt_log_mfu --tt_loss_chunk_size --tt_memory_snapshot_steps --tt_mixed_precision --tt_moe_aux_loss_coeff --tt_moe_token_dispatcher --tt_moe_z_loss_coeff --tt_mtp_log_loss --tt_mtp_loss_scaling_factor --tt_op_policy --tt_optimizer --tt_plugin --tt_prefetch_direction --tt_prefetch_strategy --tt_profiling --tt_resume_allow --tt_sp_size --tt_use_deterministic_algorithms
+set -g _shtab_torchturbo_opts_with_value --format --output_dir --seed --steps --tt_ac_use_reentrant --tt_backend --tt_backward_prefetch_depth --tt_bd_block_size --tt_bd_mask_high --tt_bd_mask_low --tt_cap_lambda --tt_card_name --tt_config --tt_cpu_offload --tt_dspark_ce_loss_alpha --tt_dspark_confidence_loss_alpha --tt_dspark_l1_loss_alpha --tt_dspark_loss_decay_gamma --tt_dspark_loss_scaling_factor --tt_dspark_num_anchors --tt_enable_chunk_loss --tt_enable_dspark --tt_enable_mtp --tt_ep_size --tt_forward_prefetch_depth --tt_freeze_language_model --tt_freeze_multi_modal_projector --tt_freeze_vision_tower --tt_gbs --tt_gradient_checkpointing --tt_hf_export --tt_log_level --tt_log_mfu --tt_loss_chunk_size --tt_memory_snapshot_steps --tt_mixed_precision --tt_moe_aux_loss_coeff --tt_moe_token_dispatcher --tt_moe_z_loss_coeff --tt_mtp_log_loss --tt_mtp_loss_scaling_factor --tt_op_policy --tt_optimizer --tt_plugin --tt_prefetch_direction --tt_prefetch_strategy --tt_profiling --tt_resume_allow --tt_sp_size --tt_use_deterministic_algorithms
 
 complete -c torchturbo -e
 complete -c torchturbo -f
@@ -109,6 +109,9 @@ complete -c torchturbo -n '_shtab_torchturbo_using train' -l tt_resume_allow -xk
 complete -c torchturbo -n '_shtab_torchturbo_using train' -l tt_help -d 'print all of them and exit'
 complete -c torchturbo -n '_shtab_torchturbo_using; and test $_shtab_torchturbo_npos -eq 0' -a quickstart -d 'Train a small model on this machine, from nothing.'
 complete -c torchturbo -n '_shtab_torchturbo_using quickstart' -s h -l help -d 'show this help message and exit'
+complete -c torchturbo -n '_shtab_torchturbo_using quickstart' -l output_dir -x -d 'a new folder for the trained model (541 MB), its settings and data; a second run gets DIR-2'
+complete -c torchturbo -n '_shtab_torchturbo_using quickstart' -l steps -x -d 'training steps of 4 tickets'
+complete -c torchturbo -n '_shtab_torchturbo_using quickstart' -l seed -x -d 'order of the tickets'
 complete -c torchturbo -n '_shtab_torchturbo_using; and test $_shtab_torchturbo_npos -eq 0' -a config -d 'Show, explain, check and start configurations.'
 complete -c torchturbo -n '_shtab_torchturbo_using config' -s h -l help -d 'show this help message and exit'
 complete -c torchturbo -n '_shtab_torchturbo_using config; and test $_shtab_torchturbo_npos -eq 0' -a show -d 'The effective configuration: each value, its layer and where it stands.'

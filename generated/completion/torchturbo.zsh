@@ -190,6 +190,9 @@ _shtab_torchturbo_config_validate_defaults_added=0
 
 _shtab_torchturbo_quickstart_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--output_dir[a new folder for the trained model (541 MB), its settings and data\; a second run gets DIR-2]:DIR:"
+  "--steps[training steps of 4 tickets]:N:"
+  "--seed[order of the tickets]:N:"
 )
 
 # guard to ensure default positional specs are added only once per session

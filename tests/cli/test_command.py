@@ -209,9 +209,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
 def test_an_unexpected_error_is_one_line(torchturbo: Run, failing: Callable[[BaseException], None]) -> None:
     """Status 1, the error's name and text, and how to see more."""
     failing(RuntimeError("it broke"))
-    assert (1, "", "torchturbo: RuntimeError: it broke\nset TORCHTURBO_DEBUG=1 to see the traceback\n") == torchturbo(
-        "config"
-    )
+    line = "error: RuntimeError: it broke; set TORCHTURBO_DEBUG=1 to see where it happened\n"
+    assert (1, "", line) == torchturbo("config")
 
 
 def test_a_developer_gets_the_traceback(
@@ -222,6 +221,43 @@ def test_a_developer_gets_the_traceback(
     monkeypatch.setenv("TORCHTURBO_DEBUG", "1")
     with pytest.raises(RuntimeError, match="it broke"):
         torchturbo("config")
+
+
+def test_a_developer_sees_where_bad_input_was_refused(torchturbo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCHTURBO_DEBUG=1 adds the stack to the lines about bad input, which are the same without it."""
+    plain = torchturbo("config", "show", "--tt_gbs", "x")
+    monkeypatch.setenv("TORCHTURBO_DEBUG", "1")
+    done = torchturbo("config", "show", "--tt_gbs", "x")
+    assert 2 == plain.status == done.status
+    assert 1 == len(plain.err.splitlines())
+    assert done.err.endswith(plain.err)
+    assert "in config_of" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "trian",
+            "error: COMMAND: expected one of train, quickstart, config, completion, got 'trian'; did you mean train?",
+        ),
+        (
+            "config shwo",
+            "error: ACTION: expected one of show, explain, validate, init, schema, got 'shwo'; did you mean show?",
+        ),
+        (
+            "config show --chnged",
+            "error: --chnged: not an argument of `torchturbo config show`; did you mean --changed?",
+        ),
+        ("quickstart --stpes 3", "error: --stpes: not an argument of `torchturbo quickstart`; did you mean --steps?"),
+        ("config", "error: the following arguments are required: ACTION; see `torchturbo config --help`"),
+        ("--versoin", "error: --versoin: not an argument of `torchturbo`; did you mean --version?"),
+    ],
+)
+def test_a_misspelt_word_gets_the_nearest_one(torchturbo: Run, words: str, line: str) -> None:
+    """A command, an action and an option each get one line that names what was meant."""
+    done = torchturbo(*words.split())
+    assert (2, "", [line]) == (done.status, done.out, done.err.splitlines())
 
 
 def test_an_interrupt_is_status_130(

@@ -97,12 +97,16 @@ def test_show_prints_every_problem_and_no_table(torchturbo: Run, monkeypatch: py
 
 def test_unknown_arguments_are_named(torchturbo: Run) -> None:
     """Each with the command that does not take it."""
-    done = torchturbo("config", "show", "x", "--y")
+    done = torchturbo("config", "show", "--x", "--y")
     assert (2, "") == (done.status, done.out)
     assert [
-        "error: x: not an argument of `torchturbo config show`; see `torchturbo config show --help`",
+        "error: --x: not an argument of `torchturbo config show`; see `torchturbo config show --help`",
         "error: --y: not an argument of `torchturbo config show`; see `torchturbo config show --help`",
     ] == done.err.splitlines()
+    done = torchturbo("config", "show", "x")
+    assert ["error: x: not an argument of `torchturbo config show`; see `torchturbo config show --help`"] == (
+        done.err.splitlines()
+    )
     done = torchturbo("config", "validate", "a.yaml", "--tt_gbs=4")
     assert [
         "error: --tt_gbs=4: not an argument of `torchturbo config validate`; see `torchturbo config validate --help`"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from torchturbo.errors import ConfigError, is_first_local_rank
+from torchturbo.errors import DEBUG, ConfigError, debugging, is_first_local_rank, print_errors
 
 BROKEN_PIPE, INTERRUPTED = 141, 130
 
@@ -38,10 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
-        if os.environ.get("TORCHTURBO_DEBUG") == "1":
+        if debugging():
             raise
-        text = f"torchturbo: {type(error).__name__}: {error}\nset TORCHTURBO_DEBUG=1 to see the traceback"
-        print(text, file=sys.stderr, flush=True)
+        print_errors([f"{type(error).__name__}: {error}; set {DEBUG}=1 to see where it happened"])
         return 1
 
 

@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from torchturbo.config.keys import Key
+from torchturbo.config.names import did_you_mean
+from torchturbo.errors import Problem, print_errors
 
 if TYPE_CHECKING:
-    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it
+    Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
 
 SHELLS = ("bash", "zsh", "fish")
 FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path)"}
 """shtab's completion of a file name in each shell."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line each, with the nearest name, as all of TorchTurbo's are."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse unknown arguments here: a sub-command's parser knows its options, the whole command's does not."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            self._leave(
+                Problem(word, "", f"not an argument of `{self.prog}`", did_you_mean(word.partition("=")[0], options))
+                for word in [word for word in unknown if word.startswith("-")] or unknown  # not also their values
+            )
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and leave with status 2."""
+        if choice := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
+            known = [word.strip(" '") for word in choice[3].split(",")]
+            expected = f"expected one of {', '.join(known)}, got {choice[2]!r}"
+            self._leave([Problem(choice[1], "", expected, did_you_mean(choice[2], known))])
+        named = re.match(r"argument (\S+): ", message)
+        self._leave([Problem(named[1] if named else "", "", message[named.end() :] if named else message)])
+
+    def _leave(self, problems: Iterable[Problem]) -> NoReturn:
+        print_errors(
+            str(problem._replace(remedy=problem.remedy or f"see `{self.prog} --help`")) for problem in problems
+        )
+        sys.exit(2)
 
 
 def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = False) -> argparse.ArgumentParser:
@@ -24,7 +58,7 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
     help names only the option that prints them all, unless ``list_options``.
     """
     keys = [key for key in keys if list_options and key.cli]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchturbo",
         description="Fine-tune Hugging Face models with the TorchTurbo engine.",
         allow_abbrev=False,
@@ -36,8 +70,9 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
 
     train = _command(commands, "train", "fine-tune a model (add the options of Transformers' TrainingArguments)")
     _add_options(train, keys, help_flag)
-    quickstart = _command(commands, "quickstart", "train a small model on this machine, from nothing")
-    quickstart.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    from torchturbo.cli.quickstart import add_options  # which uses the Parser above
+
+    add_options(_command(commands, "quickstart", "train a small model on this machine, from nothing"))
     _add_config_commands(commands, keys, help_flag)
     completion = _command(commands, "completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS)
@@ -72,8 +107,8 @@ def _add_config_commands(commands: Commands, keys: list[Key], help_flag: str) ->
     schema.add_argument("--path", action="store_true", help="print the path of the installed file instead")
 
 
-def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+def _command(commands: Commands, name: str, text: str) -> Parser:
+    parser: Parser = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
     )
     return parser

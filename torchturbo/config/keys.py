@@ -98,6 +98,8 @@ class Key(Record):
     env: str | None = None
     metavar: str | None = None
     action: Literal["append"] | None = None
+    python: Literal["LogLevel"] | None = None
+    """The enumeration whose members the choices name, where the value has a Python type of its own."""
     spec_choices: bool = False
     """Whether the spec itself lists the choices."""
     runtime: bool = False
@@ -145,3 +147,14 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(shown, value)) + "]"
     return str(value)
+
+
+def type_text(key: Key) -> str:
+    """Return a key's type and bounds in words: ``integer or null, at least 1``."""
+    text: str = {"array": "list of strings"}.get(key.type, key.type) + (" or null" if key.nullable else "")
+    if key.minimum is None:
+        return text
+    # Integers end where a C int does, which tells nobody anything.
+    if key.maximum is None or key.type == "integer":
+        return f"{text}, at least {key.minimum:g}"
+    return f"{text}, {key.minimum:g} to {key.maximum:g}"

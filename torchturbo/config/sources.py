@@ -67,9 +67,8 @@ def read_args(args: TorchTurboArgs) -> Reading:
         else:
             place = key.cli if key.runtime and key.cli else f"TorchTurboArgs.{key.arg}"
             reading.take_value(key, value, place)
-    if args.resume_allow:
-        key = KEYS["resume_allow"]
-        reading.take_value(key, args.resume_allow, key.cli or "")
+    for path, value in args.launch_options.items():
+        reading.take_value(KEYS[path], value, KEYS[path].cli or "")
     reading.warnings += args.warnings
     _read_sections(args, reading)
     _read_strays(args, reading)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from torchturbo.config.keys import Key
 from torchturbo.config.values import FrozenValues
 from torchturbo.logging import LogLevel
 
@@ -66,6 +67,11 @@ def parse_log_level(value: str | LogLevel) -> LogLevel:
         return LogLevel[value.strip().upper()]
     except KeyError:
         _refuse(f"expected one of {', '.join(LogLevel.__members__)}, got {value!r}")
+
+
+def as_python(key: Key, value: Any) -> Any:
+    """Return a value as the dataclasses hold it: the name of an enumeration's member becomes the member."""
+    return LogLevel[value] if key.python else value
 
 
 def _refuse(message: str) -> NoReturn:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from torchturbo.config.commandline import read_command_line
 from torchturbo.config.layers import Reading
-from torchturbo.config.specs import TurboArgSpec, parse_log_level, string_to_bool
+from torchturbo.config.specs import TurboArgSpec, as_python, parse_log_level, string_to_bool
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.args import TorchTurboArgs
 from torchturbo.generated.keys import KEYS
-from torchturbo.logging import LogLevel
 
 __all__ = [
     "TorchTurboArgs",
@@ -92,14 +91,12 @@ def _fill(reading: Reading) -> TorchTurboArgs:
     args = TorchTurboArgs()
     for path, setting in reading.settings.items():
         key = KEYS[path]
-        value = setting.value
         if key.arg:
-            held = list(value) if key.action == "append" else LogLevel[value] if path == "log_level" else value
-            setattr(args, key.arg, held)
+            value = as_python(key, setting.value)
+            setattr(args, key.arg, list(value) if key.action == "append" else value)
         if not key.runtime and key.cli:
-            args.config_overrides[key.cli.removeprefix("--")] = value
-        elif key.launch_only:
-            setattr(args, key.name, value)
+            args.config_overrides[key.cli.removeprefix("--")] = setting.value
+    args.launch_options = {path: said.value for path, said in reading.settings.items() if KEYS[path].launch_only}
     args.warnings = tuple(reading.warnings)
     return args
 

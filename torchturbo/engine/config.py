@@ -10,6 +10,7 @@ from torchturbo.config.keys import shown
 from torchturbo.config.layers import Layer, Origin, Setting
 from torchturbo.config.merge import Merged, merge, overridden
 from torchturbo.config.sources import FrameworkValue, read_args, read_layers
+from torchturbo.config.specs import as_python
 from torchturbo.config.values import frozen
 from torchturbo.engine.args import TorchTurboArgs, get_torchturbo_args
 from torchturbo.errors import fail
@@ -17,7 +18,16 @@ from torchturbo.generated.config import SECTION_CLASSES, EngineOptions, RuntimeA
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import LogLevel, get_logger
 
-__all__ = ["EngineConfig", "FrameworkValue", "Layer", "Origin", "build_from_args", "config_of", "load_config"]
+__all__ = [
+    "EngineConfig",
+    "FrameworkValue",
+    "Layer",
+    "Origin",
+    "build_from_args",
+    "config_of",
+    "load_config",
+    "merge_args",
+]
 
 
 @frozen
@@ -47,7 +57,15 @@ class EngineConfig(EngineOptions):
         return value
 
     def origin(self, path: str) -> Origin:
-        """Return the layer and the place that a key's value comes from."""
+        """Return the layer and the place that a key's value comes from.
+
+        Raises
+        ------
+        KeyError
+            If the schema has no such key.
+        """
+        if path not in KEYS:
+            raise KeyError(path)
         return self.provenance[path].origin if path in self.provenance else Origin(Layer.DEFAULT, "")
 
     def changed(self) -> list[Setting]:
@@ -80,9 +98,18 @@ def build_from_args(
     ConfigError
         With every problem of every layer.
     """
+    return config_of(merge_args(args, framework=framework, environ=environ))
+
+
+def merge_args(
+    args: TorchTurboArgs | None = None,
+    *,
+    framework: Sequence[FrameworkValue] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Merged:
+    """Merge all layers of a launch as :func:`build_from_args` does, and leave the problems to the caller."""
     args = args or get_torchturbo_args() or TorchTurboArgs()
-    merged = merge(read_layers(read_args(args), args.config_path, framework, environ))
-    return config_of(merged)
+    return merge(read_layers(read_args(args), args.config_path, framework, environ))
 
 
 def load_config(path: str) -> EngineConfig:
@@ -139,10 +166,9 @@ def _sorted_values(merged: Merged) -> tuple[dict[str, Any], dict[str, Any]]:
         section, _, name = path.rpartition(".")
         if not key.runtime:
             fields[section][name] = setting.value
-        elif path == "log_level":
-            runtime[path] = LogLevel[setting.value]
         else:
-            runtime[path] = list(setting.value) if key.type == "array" else setting.value
+            value = as_python(key, setting.value)
+            runtime[path] = tuple(value) if key.type == "array" else value
     for path in sorted(filter(None, SECTION_CLASSES), key=lambda path: -path.count(".")):
         parent, _, name = path.rpartition(".")
         fields[parent][name] = SECTION_CLASSES[path](**fields[path])
@@ -151,4 +177,6 @@ def _sorted_values(merged: Merged) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """Return a value as the schema writes it."""
-    return value.name if isinstance(value, LogLevel) else value
+    if isinstance(value, LogLevel):
+        return value.name
+    return list(value) if isinstance(value, tuple) else value

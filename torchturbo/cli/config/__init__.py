@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib import import_module
 
 from torchturbo.cli.parser import build_parser
 from torchturbo.config.commandline import CommandLine, read_command_line
-from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import FLAG_PREFIX, KEYS
 
 HELP_FLAG = f"{FLAG_PREFIX}help"
@@ -25,11 +23,7 @@ def run(words: list[str]) -> int:
 
             print(help_text(), end="")
             return 0
-    options: argparse.Namespace
-    options, unknown = build_parser(KEYS.values(), HELP_FLAG).parse_known_args(["config", *rest])
-    if unknown:
-        message = f"not an argument of `torchturbo config {options.action}`"
-        fail(Problem(word, "", message, f"see `torchturbo config {options.action} --help`") for word in unknown)
+    options = build_parser(KEYS.values(), HELP_FLAG).parse_args(["config", *rest])
     action = import_module(f"{__name__}.{options.action}")
     status: int = action.run(options, line.reading) if line else action.run(options)
     return status

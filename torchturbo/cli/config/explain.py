@@ -6,7 +6,7 @@ import argparse
 import os
 
 from torchturbo.cli.terminal import BOLD, DIM, YELLOW, columns, definitions, paint, wrap
-from torchturbo.config.keys import Key, Section, shown
+from torchturbo.config.keys import Key, Section, shown, type_text
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.merge import Merged, merge
 from torchturbo.config.names import did_you_mean, nearest
@@ -78,7 +78,7 @@ def _section(section: Section) -> str:
 
 
 def _key(key: Key, merged: Merged) -> str:
-    facts = [("type", _type(key)), ("default", shown(key.default))]
+    facts = [("type", type_text(key)), ("default", shown(key.default))]
     if key.nullable:
         facts.append(("null", key.null))
     if key.cli:
@@ -142,12 +142,3 @@ def _in_file(key: Key) -> str:
     for section in reversed(sections):
         text = f"{section}: {{{text}}}"
     return text
-
-
-def _type(key: Key) -> str:
-    text: str = "list of strings" if key.type == "array" else key.type
-    if key.nullable:
-        text += " or null"
-    if key.minimum is not None and key.maximum is not None and key.maximum < 2**31 - 1:
-        return f"{text}, {key.minimum:g} to {key.maximum:g}"
-    return f"{text}, at least {key.minimum:g}" if key.minimum is not None else text
