@@ -60,9 +60,11 @@ def test_a_terminal_gets_colour_and_a_bar_that_goes_away() -> None:
     console.progress("working", 3, 12)
     assert "working" in stream.text
     assert stream.text.count("━") == 24
-    console.progress("working", 12, 12)
     console.line("next")
     assert stream.text.endswith("\r\033[Knext\n")
+    console.progress("working", 4, 12)
+    console.progress("working", 12, 12)
+    assert stream.text.endswith("0 s\r\033[K")
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ class Quiet:
         pass
 
 
-def make_slowly(root: Path, source: Source, count: object) -> None:
+def make_slowly(root: Path, source: Source, count: object, both_ready: object) -> None:
     """Make the model in a process of its own, by a conversion that takes a while and counts itself."""
 
     def convert(gguf_file: Path, folder: Path, on_stage: object) -> None:
@@ -263,14 +263,15 @@ def make_slowly(root: Path, source: Source, count: object) -> None:
         (folder / "model.safetensors").write_bytes(b"done")
 
     model.convert = convert
+    both_ready.wait(120)
     model_folder(root, Quiet(), source)
 
 
 def test_two_processes_convert_once(root: Path, fake) -> None:
     fake.install(root)
     context = multiprocessing.get_context("spawn")
-    count = context.Value("i", 0)
-    both = [context.Process(target=make_slowly, args=(root, fake.source, count)) for _ in range(2)]
+    count, both_ready = context.Value("i", 0), context.Barrier(2)
+    both = [context.Process(target=make_slowly, args=(root, fake.source, count, both_ready)) for _ in range(2)]
     for process in both:
         process.start()
     for process in both:
