@@ -265,6 +265,21 @@ def test_an_unexpected_error_is_one_line(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_the_rank_that_lost_another_says_so(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cause is on the other rank; this one's own words only follow from it."""
+    from torchturbo.cli.train import _report
+
+    monkeypatch.setenv("RANK", "0")
+    _report(RuntimeError("gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert "another rank" not in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _report(RuntimeError("gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith("error: rank 0: another rank ended, its message says why (RuntimeError: gloo/")
+
+
 def launch(words: list[str], **environment: str) -> subprocess.Popen[str]:
     code = "import sys; from torchturbo.cli.train import run; sys.exit(run(sys.argv[1:]))"
     return subprocess.Popen(

@@ -13,6 +13,8 @@ from torchturbo.train.commandline import (  # light: its problems come before to
 )
 
 DEBUG = "TORCHTURBO_DEBUG"
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistBackendError")
+"""Words of a collective whose other side is gone."""
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
@@ -69,8 +71,10 @@ def _report(error: Exception) -> None:
     rank = os.environ.get("RANK", "")
     where = f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     prefix = "\033[1;31merror:\033[0m" if wants_colour(sys.stderr) else "error:"
-    message = " ".join(str(error).split())
-    print(f"{prefix} {where}{type(error).__name__}: {message}", file=sys.stderr)
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if where and any(words in message for words in LOST_PEER):
+        message = f"another rank ended, its message says why ({message})"
+    print(f"{prefix} {where}{message}", file=sys.stderr)
     if os.environ.get(DEBUG, "") in ("", "0"):
         print(f"set {DEBUG}=1 to see where it happened", file=sys.stderr)
 
