@@ -142,6 +142,16 @@ class StopAt(TrainerCallback):  # type: ignore[misc]
             raise KeyboardInterrupt
 
 
+class Rates(TrainerCallback):  # type: ignore[misc]
+    """Keeps the learning rate that each optimizer step was taken with."""
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.used.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+
 @pytest.mark.parametrize(
     "words", [[], ["--tt_gbs", "2"], ["--tt_mixed_precision", "bf16", "--packing", "--cutoff_len", "99"]]
 )
@@ -218,11 +228,14 @@ def test_an_allowed_change_is_taken_and_said(stopped: Path, material: Path, tmp_
         train(command(material, stopped, *words, "--tt_resume_allow", "lerning_rate"))
     assert "did you mean learning_rate" in str(caught.value)
 
-    result = train(command(material, stopped, *words, "--save_strategy", "no", "--tt_resume_allow", "learning_rate"))
+    rates = Rates()
+    allowed = [*words, "--save_strategy", "no", "--tt_resume_allow", "learning_rate"]
+    result = train(command(material, stopped, *allowed), callbacks=[rates])
 
-    assert result.steps == 6
-    assert [entry["learning_rate"] for entry in result.log_history if entry.get("step") == 3] == pytest.approx(
-        [1e-3 * 4 / 6]
+    expected = [1e-3 * left / 6 for left in (4, 3, 2, 1)]
+    assert rates.used == pytest.approx(expected)
+    assert [entry["learning_rate"] for entry in result.log_history if entry.get("learning_rate")][2:] == pytest.approx(
+        expected
     )
     assert any("another learning_rate" in line for line in logged)
 
