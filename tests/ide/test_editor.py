@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +161,15 @@ async def test_hovering_any_key_shows_its_text_flag_variable_and_default(editor)
         parts = [names.get("cli"), names.get("env"), json.dumps(key["default"]).strip('"')]
         missing = [part for part in parts if part and part not in shown]
         assert not missing, f"{'.'.join(path)}: no {missing} in {shown!r}"
+
+
+@pytest.mark.parametrize("uncommented", [False, True], ids=["as written", "every key uncommented"])
+async def test_what_config_init_writes_is_clean(editor, tmp_path, uncommented):
+    path = tmp_path / f"turbo-{uncommented}.yaml"
+    subprocess.run([sys.executable, "-m", "torchturbo", "config", "init", str(path)], cwd=ROOT, check=True)
+    text = path.read_text("utf-8")
+    if uncommented:
+        text = re.sub(r"^( *)# (\w+: \S+)$", r"\1\2", text, flags=re.M)
+        assert len(re.findall(r"^ *\w+: \S", text, re.M)) == len(KEYS)
+    assert "# $schema: " in text.splitlines()[0]
+    assert await problems(editor, open_file(editor, path, text)) == []
