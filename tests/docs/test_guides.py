@@ -208,3 +208,19 @@ def test_python_on_a_page_runs(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert done.stdout == "2 --tt_sp_size\n", done.stderr
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="the page's own train.py needs torch")
+def test_the_train_py_on_the_page_trains(tmp_path):
+    import tiny
+
+    tiny.save(tmp_path / "model")
+    (block,) = [block for block in blocks(ROOT / "docs" / "training.md") if block.title == "train.py"]
+    (tmp_path / "train.py").write_text(block.text.replace("PATH_OR_NAME", "model"), "utf-8")
+    (tmp_path / "lines.txt").write_text("hello there\nhow are you\n" * 4, "utf-8")
+    options = ["--tt_gbs", "2", "--output_dir", "out", "--max_steps", "2", "--save_steps", "2", "--report_to", "none"]
+    command = [sys.executable, "train.py", *options, "--per_device_train_batch_size", "1", "--use_cpu", "true"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert "gbs: 2" in (tmp_path / "out" / "checkpoint-2" / "torchturbo.yaml").read_text("utf-8")
