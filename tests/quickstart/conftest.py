@@ -132,19 +132,18 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_chat_template(CHAT_TEMPLATE)
     random = np.random.default_rng(0)
 
-    def add(name: str, *shape: int) -> None:
-        values = (
-            0.1 * random.standard_normal(shape, dtype=np.float32) if len(shape) == 2 else np.ones(shape, np.float32)
-        )
-        kind = gguf.GGMLQuantizationType.Q4_1 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(values, kind) if len(shape) == 2 else values
+    kinds = gguf.GGMLQuantizationType
+
+    def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType = kinds.Q4_1) -> None:
+        values = random.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+        data = gguf.quants.quantize(values if len(shape) == 2 else values + 1, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
 
     add("token_embd.weight", len(vocabulary), hidden)
-    add("output_norm.weight", hidden)
+    add("output_norm.weight", hidden, kind=kinds.F16)  # not in fp32, as in many files
     for layer in range(layers):
         for name, shape in (("attn_norm", (hidden,)), ("ffn_norm", (hidden,))):
-            add(f"blk.{layer}.{name}.weight", *shape)
+            add(f"blk.{layer}.{name}.weight", *shape, kind=kinds.F16)
         for name, shape in (
             ("attn_q", (hidden, hidden)),
             ("attn_k", (hidden // 2, hidden)),

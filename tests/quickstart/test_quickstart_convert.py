@@ -79,6 +79,15 @@ def test_the_model_is_dense_fp32_and_trains(converted: Path) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_fp32_does_not_hang_on_the_process_s_default(tiny_gguf: Path, converted: Path, tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        convert(tiny_gguf, tmp_path / "out")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sums(tmp_path / "out")["model.safetensors"] == sums(converted)["model.safetensors"]
+
+
 def test_the_weights_are_those_of_the_file(tiny_gguf: Path, converted: Path) -> None:
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tiny_gguf).tensors}
     wanted = tensors["blk.1.ffn_down.weight"]

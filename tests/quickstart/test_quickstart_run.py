@@ -22,6 +22,10 @@ from torchturbo.quickstart.output import RECORD
 from torchturbo.quickstart.run import quickstart
 
 
+PRINTED = re.compile(r"^    (torchturbo (?:.*\\\n)*.*)$", re.MULTILINE)
+"""A command over one or more lines."""
+
+
 @pytest.fixture
 def place(tmp_path: Path, tiny, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder, and a cache that holds the small model's wheel."""
@@ -67,19 +71,22 @@ def test_the_whole_run(place: Path, tiny) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_the_printed_command_is_the_run(place: Path, tiny) -> None:
-    text = run(tiny)
-    printed = re.search(r"^    (torchturbo train (?:.*\\\n)*.*)$", text, re.MULTILINE)
-    assert printed
-    words = shlex.split(printed[1].replace("\\\n", " "))
-    assert words[:2] == ["torchturbo", "train"]
-    options = dict(zip(words[2::2], words[3::2], strict=True))
-    options["--output_dir"] = "again"
-
+def test_the_printed_commands_run(place: Path, tiny) -> None:
+    from torchturbo.cli.main import main
     from torchturbo.train.run import train
 
-    result = train([word for pair in options.items() for word in pair], quiet=True)
-    assert [loss for _, loss in module._losses(result)] == json.loads((place / "out" / RECORD).read_text())["loss"]
+    commands = [shlex.split(command.replace("\\\n", " ")) for command in PRINTED.findall(run(tiny))]
+    same, another, show = commands
+    assert same[:2] == another[:2] == ["torchturbo", "train"]
+
+    same[same.index("--output_dir") + 1] = "again"
+    losses = module._losses(train(same[2:], quiet=True))
+    assert [loss for _, loss in losses] == json.loads((place / "out" / RECORD).read_text())["loss"]
+
+    assert another[another.index("--seed") + 1] == "1"
+    train(another[2:], quiet=True)
+    assert (place / "out" / "model-2" / "model.safetensors").is_file()
+    assert main(show[1:]) == 0
 
 
 def test_the_saved_configuration_holds_what_was_shown(place: Path, tiny) -> None:
