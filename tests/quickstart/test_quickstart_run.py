@@ -21,7 +21,6 @@ from torchturbo.quickstart.errors import Interrupted, QuickstartError
 from torchturbo.quickstart.output import RECORD
 from torchturbo.quickstart.run import quickstart
 
-
 PRINTED = re.compile(r"^    (torchturbo (?:.*\\\n)*.*)$", re.MULTILINE)
 """A command over one or more lines."""
 
