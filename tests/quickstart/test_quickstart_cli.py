@@ -46,14 +46,14 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--steps", "0"], "argument --steps: expected a whole number from 1 to 100000, got '0'"),
-        (["--steps", "many"], "argument --steps: expected a whole number from 1 to 100000, got 'many'"),
-        (["--steps", "1_0"], "argument --steps: expected a whole number from 1 to 100000, got '1_0'"),
-        (["--seed", "-1"], "argument --seed: expected"),
-        (["--seed", "4294967296"], "argument --seed: expected a whole number from 0 to 4294967295"),
-        (["--output_dir", " "], "argument --output_dir: expected the path of a folder, got nothing"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),
-        (["file"], "unrecognized arguments: file"),
+        (["--steps", "0"], "error: --steps: expected a whole number from 1 to 100000, got '0'"),
+        (["--steps", "many"], "error: --steps: expected a whole number from 1 to 100000, got 'many'"),
+        (["--steps", "1_0"], "error: --steps: expected a whole number from 1 to 100000, got '1_0'"),
+        (["--seed", "-1"], "error: --seed: expected"),
+        (["--seed", "4294967296"], "error: --seed: expected a whole number from 0 to 4294967295"),
+        (["--output_dir", " "], "error: --output_dir: expected the path of a folder, got nothing"),
+        (["--step", "3"], "error: --step: not an argument of `torchturbo quickstart`; did you mean --steps?"),
+        (["file"], "error: file: not an argument of `torchturbo quickstart`"),
     ],
 )
 def test_wrong_options(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
