@@ -101,6 +101,18 @@ def test_a_layer_of_ours_beats_the_framework_and_says_so_once(
     assert "TORCH_TURBO_MIXED_PRECISION" in line
 
 
+def test_full_determinism_is_taken_over(tmp_path: Path) -> None:
+    """What is recorded is what holds; Trainer's own switch is off."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        made = trainer(tmp_path, changes={"full_determinism": True})
+        assert made.turbo.config.use_deterministic_algorithms
+        assert made.turbo.config.origin("use_deterministic_algorithms").place == "TrainingArguments.full_determinism"
+        assert made.args.full_determinism is False
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
 def test_defaults_say_nothing(tmp_path: Path) -> None:
     """TrainingArguments' own defaults are no layer."""
     assert framework_values(said_values(TrainingArguments(str(tmp_path), use_cpu=True))) == []
@@ -165,6 +177,7 @@ def test_shuffling_follows_the_seed_not_the_rank(tmp_path: Path) -> None:
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "_checkpointing_kwargs"),
         ({"average_tokens_across_devices": False}, "TrainingArguments.average_tokens_across_devices"),
         ({"accelerator_config": {"split_batches": True}}, "TrainingArguments.accelerator_config"),
+        ({"accelerator_config": {"even_batches": False}}, "TrainingArguments.accelerator_config"),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, "accelerator_config"),
     ],
 )
@@ -354,6 +367,78 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path: Path) -> None:
     evaluated = trainer(tmp_path, changes={"per_device_eval_batch_size": 4}, eval_dataset=rows(4)).evaluate()
 
     assert evaluated["eval_loss"] == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
+
+
+class EvaluateInside(TrainerCallback):  # type: ignore[misc]
+    """Evaluates between the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer is not None:
+            self.trainer.evaluate()
+
+
+def test_an_evaluation_inside_a_step_leaves_its_loss_alone(tmp_path: Path) -> None:
+    """The tokens of the evaluation are not those of the step."""
+    histories = []
+    for inside in (False, True):
+        callback = EvaluateInside()
+        changes = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 1}
+        made = trainer(tmp_path, changes=changes, eval_dataset=rows(3), callbacks=[callback])
+        callback.trainer = made if inside else None
+        made.train()
+        histories.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert histories[0] == histories[1]
+
+
+def test_a_checkpoint_without_its_optimizer_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainer would go on with a fresh optimizer and schedule without a word."""
+    trainer(tmp_path, changes={"save_strategy": "steps", "save_steps": 1, "save_only_model": True}).train()
+    made = trainer(tmp_path)
+
+    for wanted in (True, str(tmp_path / "checkpoint-1")):
+        with pytest.raises(ConfigError):
+            made.train(resume_from_checkpoint=wanted)
+
+    lines = capsys.readouterr().err
+    assert "no complete checkpoint" in lines
+    assert "holds the model alone" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option", "expected"),
+    [
+        ("weight_decay", 0.1, "weight_decay", [0.1, 0.0]),
+        ("adam_beta1", 0.5, "betas", [(0.5, 0.999)] * 2),
+        ("adam_beta2", 0.5, "betas", [(0.9, 0.5)] * 2),
+        ("adam_epsilon", 1e-3, "eps", [1e-3] * 2),
+    ],
+)
+def test_an_allowed_optimizer_setting_holds(
+    name: str, value: float, option: str, expected: list[Any], tmp_path: Path
+) -> None:
+    """The loaded state brings the old value back; the one that was allowed is put in its place."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "weight_decay": 0.01}
+    trainer(tmp_path, changes=saving | {"max_steps": 1}).train()
+    words("--tt_resume_allow", name, "--tt_resume_allow", "max_steps")
+    made = trainer(tmp_path, changes=saving | {name: value})
+
+    made.train(resume_from_checkpoint=True)
+
+    assert [group[option] for group in made.optimizer.param_groups] == expected
+
+
+def test_another_optimizer_cannot_go_on(tmp_path: Path) -> None:
+    """Its state is of another kind, so that there is nothing to allow."""
+    trainer(tmp_path, changes={"save_strategy": "steps", "save_steps": 1}).train()
+    words("--tt_resume_allow", "optim")
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, changes={"optim": "sgd"}).train(resume_from_checkpoint=True)
+
+    (problem,) = caught.value.problems
+    assert ("optim", "use the old value") == (problem.key, problem.remedy)
 
 
 # ---- what the adapter leans on ----

@@ -181,14 +181,14 @@ def stopped(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHANGES = [
-    (["--tt_gbs", "3"], {"gbs", "gradient_accumulation_steps"}),
+    (["--tt_gbs", "3"], {"gbs"}),
     (["--per_device_train_batch_size", "4"], {"per_device_train_batch_size"}),
-    (["--seed", "3"], {"seed", "data_seed"}),
+    (["--seed", "3"], {"seed"}),
     (["--learning_rate", "1e-4"], {"learning_rate"}),
     (["--max_steps", "9"], {"max_steps"}),
     (["--lr_scheduler_type", "cosine"], {"lr_scheduler_type"}),
     (["--packing"], {"packing"}),
-    (["--cutoff_len", "50"], {"cutoff_len", "dataset_tokens"}),
+    (["--cutoff_len", "50"], {"cutoff_len"}),
     (["--train_on_prompt"], {"train_on_prompt"}),
     (["--tt_mixed_precision", "bf16"], {"mixed_precision"}),
 ]
@@ -215,9 +215,27 @@ def test_other_rows_stop_a_resume(stopped: Path, material: Path, tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         train(command(material, stopped, "--resume_from_checkpoint", "true", "--dataset", str(other)))
 
-    assert {problem.key for problem in caught.value.problems} == {"dataset", "dataset_tokens"}
+    assert {problem.key for problem in caught.value.problems} == {"dataset"}
     assert "made with rows.jsonl (24 rows, sha256 " in str(caught.value)
     assert "this run has rows.jsonl (23 rows, sha256 " in str(caught.value)
+
+
+def test_the_same_rows_in_another_file_resume(stopped: Path, material: Path, tmp_path: Path) -> None:
+    """What counts is what the file holds."""
+    stopped = Path(shutil.copytree(stopped, tmp_path / "out"))
+    renamed = shutil.copy(material / "rows.jsonl", tmp_path / "renamed.jsonl")
+
+    result = train(command(material, stopped, "--resume_from_checkpoint", "true", "--dataset", str(renamed)))
+
+    assert result.steps == 6
+
+
+def test_an_accumulation_that_gives_way_is_reported_once(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """With the place where it was typed."""
+    train(command(material, tmp_path / "out", "--tt_gbs", "2", "--gradient_accumulation_steps", "4"))
+
+    (line,) = [line for line in logged if "gives way" in line]
+    assert "--gradient_accumulation_steps 4 gives way to gbs 2 (--tt_gbs)" in line
 
 
 def test_an_allowed_change_is_taken_and_said(stopped: Path, material: Path, tmp_path: Path, logged: list[str]) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchturbo.engine.config import FrameworkValue
 
 PRECISION = "mixed_precision"
+DETERMINISM = "use_deterministic_algorithms"
 CHECKPOINTING = "activation_checkpointing"
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """Transformers' newer and older name of the same switch; each has a twin that ends in ``_kwargs``."""
@@ -58,6 +59,8 @@ def framework_values(said: Mapping[str, Any], *, typed: bool = False) -> list[Fr
     values = []
     if "bf16" in said:
         values.append(FrameworkValue(PRECISION, "bf16" if said["bf16"] else "fp32", place("bf16", typed)))
+    if said.get("full_determinism"):
+        values.append(FrameworkValue(DETERMINISM, True, place("full_determinism", typed)))
     for name in reversed(CHECKPOINTING_NAMES):
         if isinstance(said.get(name), bool):
             values.append(FrameworkValue(f"{CHECKPOINTING}.enabled", said[name], place(name, typed)))
@@ -86,15 +89,16 @@ def clashes(said: Mapping[str, Any], *, typed: bool = False) -> list[Problem]:
     if said.get("average_tokens_across_devices") is False:
         where = place("average_tokens_across_devices", typed)
         problems.append(Problem(where, "", "the engine always counts tokens over all ranks", "remove it"))
-    if getattr(said.get("accelerator_config"), "split_batches", False):
-        where = place("accelerator_config", typed)
+    accelerate = said.get("accelerator_config")
+    where = place("accelerator_config", typed)
+    if getattr(accelerate, "split_batches", False):
         problems.append(Problem(where, "", "split_batches would divide each micro-batch over the ranks", "remove it"))
-    accumulation = getattr(said.get("accelerator_config"), "gradient_accumulation_kwargs", None) or {}
+    if getattr(accelerate, "even_batches", True) is False:
+        message = "without even_batches ranks run out of batches one by one, and the others wait for them"
+        problems.append(Problem(where, "", message, "remove it"))
+    accumulation = getattr(accelerate, "gradient_accumulation_kwargs", None) or {}
     if "num_steps" in accumulation:
-        where, message = (
-            place("accelerator_config", typed),
-            "gradient_accumulation_kwargs.num_steps is a second batch size",
-        )
+        message = "gradient_accumulation_kwargs.num_steps is a second batch size"
         problems.append(Problem(where, "", message, "use gradient_accumulation_steps, or gbs"))
     return problems
 
@@ -107,6 +111,7 @@ def taken_over(args: Any, accumulation: int) -> Any:
     args = copy.copy(args)
     args.bf16 = False
     args.mixed_precision = "no"
+    args.full_determinism = False
     for name in CHECKPOINTING_NAMES:
         if hasattr(args, name):
             setattr(args, name, False)

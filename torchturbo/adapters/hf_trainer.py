@@ -28,10 +28,11 @@ from torchturbo.engine import pipeline
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.model import base_model
-from torchturbo.errors import Problem, fail
+from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
 from torchturbo.objectives.normalise import TokenMean
+from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.runtime import current_runtime
 
@@ -41,6 +42,14 @@ if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
 
 log = get_logger(__name__)
+
+OPTIMIZER_ARGUMENTS = {
+    "weight_decay": "weight_decay",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+}
+"""Training arguments that a loaded optimizer state brings back, and the option of a parameter group each becomes."""
 
 
 class TurboMixin:
@@ -105,13 +114,13 @@ class TurboMixin:
         ]
         if problems or isinstance(plan, Problem):
             fail(problems)
-        where = place("gradient_accumulation_steps", typed=False)
-        base.report_accumulation(config, plan, said.get("gradient_accumulation_steps"), where)
         self._one_device_a_process()
         self.args = taken_over(args, plan.accumulation)
         context = Context(runtime, args.world_size, args.process_index)
         self.turbo, self.turbo_plan = Engine(config, context), plan
         if self.turbo_announces:
+            where = place("gradient_accumulation_steps", typed=False)
+            base.report_accumulation(config, plan, said.get("gradient_accumulation_steps"), where)
             base.announce(config, plan)
 
     def _build_config(self, said: Mapping[str, Any]) -> EngineConfig:
@@ -176,14 +185,17 @@ class TurboMixin:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the tokens, so that it does not depend on batches and ranks."""
         normaliser = self.turbo.context.normaliser
-        if normaliser is None or not self._plain_loss:
+        if normaliser is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-        normaliser.evaluation = TokenMean()
-        try:
-            output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
-            loss = normaliser.evaluation.reduced(normaliser.ranks, normaliser.group, self.args.device)
-        finally:
-            normaliser.evaluation = None
+        with normaliser.window_kept():
+            if not self._plain_loss:
+                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            normaliser.evaluation = TokenMean()
+            try:
+                output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+                loss = normaliser.evaluation.reduced(normaliser.ranks, normaliser.group, self.args.device)
+            finally:
+                normaliser.evaluation = None
         name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
         if loss is not None and name in output.metrics:
             output.metrics[name] = loss
@@ -210,15 +222,19 @@ class TurboMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is compared with this run first."""
         if resume_from_checkpoint:
-            where = "resume_from_checkpoint"
-            folder = find_checkpoint(resume_from_checkpoint, Path(self.args.output_dir), where)
-            if isinstance(folder, Problem):
-                fail([folder])
-            self._compare_with(folder)
-            resume_from_checkpoint = str(folder)
+            with together("comparing with the checkpoint"):
+                resume_from_checkpoint = str(self._checkpoint(resume_from_checkpoint))
         if self.args.should_save:
             clear_staging(Path(self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _checkpoint(self, wanted: str | bool) -> Path:
+        """Return the checkpoint to resume from, after comparing it with this run."""
+        folder = find_checkpoint(wanted, Path(self.args.output_dir), "resume_from_checkpoint")
+        if isinstance(folder, Problem):
+            raise ConfigError([folder])
+        self._compare_with(folder)
+        return folder
 
     def _compare_with(self, folder: Path) -> None:
         if not has_record(folder):
@@ -226,13 +242,18 @@ class TurboMixin:
             return
         problems, allowed = resume_problems(folder, self.turbo.config, self.turbo_run(), resume_flag())
         if problems:
-            fail(problems)
+            raise ConfigError(problems)
         self._allowed = {name: (read_facts(folder) or {}).get(name) for name in allowed}
         for name in allowed:
             log.warning_rank0("resuming with another %s than the checkpoint's, as allowed", name)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        made = [dict(group) for group in self.optimizer.param_groups]
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        for name in self._allowed.keys() & OPTIMIZER_ARGUMENTS.keys():
+            option = OPTIMIZER_ARGUMENTS[name]
+            for group, wanted in zip(self.optimizer.param_groups, made, strict=True):
+                group |= {option: wanted[option]} if option in wanted else {}
         if before := self._allowed.get("learning_rate"):
             # The loaded optimizer and scheduler bring the old rate; whoever allowed another one wants it to hold.
             ratio = self.args.learning_rate / before
@@ -268,6 +289,9 @@ class TurboMixin:
         """
         if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if self.args.should_save:
+                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+                write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
             return
         run_dir = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"

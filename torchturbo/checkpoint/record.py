@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "torchturbo.yaml"
 MANIFEST_NAME = "torchturbo_run.json"
 
-STRICT_ARGUMENTS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "seed",
-    "data_seed",
+SCHEDULE_ARGUMENTS = (
     "learning_rate",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
@@ -28,6 +24,17 @@ STRICT_ARGUMENTS = (
     "warmup_ratio",
     "max_steps",
     "num_train_epochs",
+)
+DATA_ARGUMENTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "data_seed",
+    "dataloader_drop_last",
+    "group_by_length",
+    "train_sampling_strategy",
+)
+OPTIMIZER_ARGUMENTS = (
     "optim",
     "optim_args",
     "weight_decay",
@@ -37,11 +44,11 @@ STRICT_ARGUMENTS = (
     "max_grad_norm",
     "label_smoothing_factor",
     "neftune_noise_alpha",
-    "dataloader_drop_last",
-    "group_by_length",
-    "train_sampling_strategy",
 )
+STRICT_ARGUMENTS = (*SCHEDULE_ARGUMENTS, *DATA_ARGUMENTS, *OPTIMIZER_ARGUMENTS)
 """Training arguments that decide which samples a step sees or how the optimizer moves; absent ones are left out."""
+DATA_FACTS = (*DATA_ARGUMENTS, "world_size", "gbs", "dataset", "dataset_tokens", "cutoff_len", "packing")
+"""Facts that decide which samples a step sees."""
 
 
 def run_facts(args: Any, world_size: int, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchturbo.checkpoint.record import CONFIG_NAME, MANIFEST_NAME, read_facts
+from torchturbo.checkpoint.record import (
+    CONFIG_NAME,
+    DATA_FACTS,
+    MANIFEST_NAME,
+    SCHEDULE_ARGUMENTS,
+    read_facts,
+)
 from torchturbo.config.keys import shown
+from torchturbo.config.names import did_you_mean
 from torchturbo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
 
 STATE_NAME = "trainer_state.json"
+RESUMABLE = (STATE_NAME, "optimizer.pt", "scheduler.pt")
+"""What a checkpoint must hold for the run to go on as it was."""
 NEWEST = ("true", "True", "last", "latest")
 """Words that ask for the newest complete checkpoint instead of naming one."""
+CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
+    "gradient_accumulation_steps": ("gbs", "world_size"),
+    "data_seed": ("seed",),
+    "dataset_tokens": ("dataset", "cutoff_len", "train_on_prompt"),
+}
+"""Facts that follow from others: where one of those differs too, that one is the difference to tell of."""
+NEVER_ALLOWED = ("optim", "optim_args")
+"""Facts that the optimizer's saved state is made for: no other state continues it."""
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
+    """Return the whole checkpoints of a run, oldest first, with or without what a resume needs."""
     found = []
     for folder in output_dir.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
@@ -33,14 +49,21 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def find_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | Problem:
     """Return the checkpoint folder that a user means, or what is wrong with it."""
     if wanted is True or wanted in NEWEST:
-        found = checkpoints(output_dir)
+        found = [folder for folder in checkpoints(output_dir) if _is_resumable(folder)]
         return found[-1] if found else Problem(place, "", f"no complete checkpoint in {output_dir}", "leave it away")
     folder = Path(str(wanted)).expanduser()
-    if (folder / STATE_NAME).is_file():
+    if _is_resumable(folder):
         return folder
+    if (folder / STATE_NAME).is_file():
+        message = f"{folder} holds the model alone (save_only_model): its optimizer and schedule can't go on"
+        return Problem(place, "", message, "start from it as a model: --model_name_or_path")
     what = f"no {STATE_NAME} in it" if folder.is_dir() else "there is no such folder"
     near = ", ".join(str(path) for path in (checkpoints(folder) or checkpoints(output_dir))[-3:])
     return Problem(place, "", f"{folder} is no checkpoint: {what}", f"use one of {near}" if near else "")
+
+
+def _is_resumable(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in RESUMABLE)
 
 
 def allowed_changes(config: EngineConfig) -> frozenset[str]:
@@ -57,28 +80,22 @@ def resume_problems(
     differences that were allowed. A checkpoint without a record gives neither: see :func:`has_record`.
     """
     changes = _config_changes(folder, config) | _fact_changes(read_facts(folder) or {}, facts)
-    allowed = allowed_changes(config)
+    changes = {name: pair for name, pair in changes.items() if not changes.keys() & set(CONSEQUENCES.get(name, ()))}
+    allowed = allowed_changes(config) - set(NEVER_ALLOWED)
     problems = [
         Problem(
             str(folder),
             name,
             f"the checkpoint was made with {_words(before)}, this run has {_words(after)}: {_effect(name)}",
-            f"use the old value, or {allow_flag} {name}",
+            "use the old value" + ("" if name in NEVER_ALLOWED else f", or {allow_flag} {name}"),
         )
         for name, (before, after) in changes.items()
         if name not in allowed
     ]
     known = {*facts, *_strict_keys()}
     for name in sorted(allowed - known):
-        near = difflib.get_close_matches(name, known, n=2)
-        problems.append(
-            Problem(
-                allow_flag,
-                "",
-                f"{name!r} is nothing that a resume compares",
-                f"did you mean {' or '.join(near)}?" if near else "",
-            )
-        )
+        message = f"{name!r} is nothing that a resume compares"
+        problems.append(Problem(allow_flag, "", message, did_you_mean(name, known, limit=2)))
     return problems, sorted(allowed & changes.keys())
 
 
@@ -109,7 +126,18 @@ def _config_changes(folder: Path, config: EngineConfig) -> dict[str, tuple[Any, 
 
 
 def _fact_changes(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (saved[name], facts[name]) for name in saved if name in facts and saved[name] != facts[name]}
+    return {
+        name: (saved[name], facts[name])
+        for name in saved
+        if name in facts and _contents(saved[name]) != _contents(facts[name])
+    }
+
+
+def _contents(value: Any) -> Any:
+    """Return what of a fact counts: files are what is in them, not their names."""
+    if isinstance(value, list):
+        return [{**item, "name": ""} if isinstance(item, dict) and "sha256" in item else item for item in value]
+    return value
 
 
 def _words(value: Any) -> str:
@@ -121,10 +149,8 @@ def _words(value: Any) -> str:
 
 def _effect(name: str) -> str:
     """Say in words what a difference would do to the run, since nothing else would show it."""
-    if name in ("learning_rate", "max_steps", "num_train_epochs") or name.startswith(("lr_", "warmup")):
+    if name in SCHEDULE_ARGUMENTS:
         return "the learning-rate schedule would jump"
-    if name in ("world_size", "seed", "data_seed", "dataset", "packing", "cutoff_len") or "batch" in name:
-        return "samples would be skipped or seen twice"
-    if name in ("gbs", "gradient_accumulation_steps"):
+    if name in DATA_FACTS:
         return "samples would be skipped or seen twice"
     return "the run would not continue as it began"

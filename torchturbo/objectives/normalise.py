@@ -119,6 +119,15 @@ class Normaliser:
         self.micro_batches = max(1, len(micro_batches))
         return self.denominator
 
+    @contextmanager
+    def window_kept(self) -> Iterator[None]:
+        """Put the window back that an evaluation replaces: one may run between the micro-batches of a step."""
+        window = self.denominator, self.micro_batches
+        try:
+            yield
+        finally:
+            self.denominator, self.micro_batches = window
+
     def token_term(self, numerator: Tensor) -> Tensor:
         """Scale a sum over this rank's tokens, a scalar."""
         return scale(numerator, self.denominator.to(numerator.device), self.ranks)

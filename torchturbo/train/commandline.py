@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchturbo.train.arguments import Parsed
 
 LIBRARIES = ("torch", "transformers", "accelerate")
-TAKEN_OVER = ("bf16", *CHECKPOINTING_NAMES, *(f"{name}_kwargs" for name in CHECKPOINTING_NAMES))
+TAKEN_OVER = ("bf16", "full_determinism", *CHECKPOINTING_NAMES, *(f"{name}_kwargs" for name in CHECKPOINTING_NAMES))
 """Training arguments that become the engine's; the Trainer never sees them."""
 
 
