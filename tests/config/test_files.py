@@ -66,6 +66,10 @@ WRONG: list[tuple[str, list[str]]] = [
     ("mpt: {enabled: true}", ["1:1: mpt: unknown key; did you mean mtp?"]),
     ("GBS: 4", ["1:1: GBS: unknown key; did you mean gbs?"]),
     ("mtp.enabled: true", ["1:1: mtp.enabled: unknown key; nest it: enabled under mtp"]),
+    (
+        "backend_config.cpu_offload: {enabled: true}",
+        ["1:1: backend_config.cpu_offload: unknown key; nest it: cpu_offload under backend_config"],
+    ),
     ("enable_mtp: true", ["1:1: enable_mtp: unknown key; in a file it is mtp.enabled"]),
     ("sp_size: 2", ["1:1: sp_size: unknown key; in a file it is parallel_plan.sp_size"]),
     ("tt_gbs: 4", ["1:1: tt_gbs: unknown key; in a file it is gbs"]),
@@ -146,6 +150,13 @@ WRONG: list[tuple[str, list[str]]] = [
         ],
     ),
     # all problems, in the order of the file
+    (
+        "mtp: {enabled: yes}\ngbs: 1\ngbs: 2",
+        [
+            '1:16: mtp.enabled: expected boolean, got string "yes"; write true',
+            "3:1: gbs: key given twice (first at turbo.yaml:2:1); keep one of the two",
+        ],
+    ),
     (
         "mtp: {enabled: yes}\nmixed_precision: fp8\nmpt: 1",
         [

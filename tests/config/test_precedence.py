@@ -181,6 +181,13 @@ def test_an_agreeing_or_unopposed_framework_value_is_not_reported() -> None:
     assert () == done.config.overridden
 
 
+def test_replacing_a_value_of_our_own_is_not_reported() -> None:
+    """Higher layers are there to replace lower ones."""
+    done = launch(["--tt_gbs", "8"], file="gbs: 4", env={"TORCH_TURBO_GBS": "6"})
+    assert done.config is not None
+    assert ([], ()) == (done.warnings, done.config.overridden)
+
+
 def test_a_framework_null_is_a_value() -> None:
     """None beats the default and is beaten by every layer of ours."""
     said = [FrameworkValue("loss_chunk.chunk_size", None, "--theirs")]

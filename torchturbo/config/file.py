@@ -82,7 +82,7 @@ def _remedy(name: str, section: Section) -> str:
                 return f"it belongs to one launch: use {key.cli}"
             if key.path != name:
                 return f"in a file it is {key.path}"
-    if "." in name and name in KEYS:
+    if "." in name and (name in KEYS or name in SECTIONS):
         parent, _, leaf = name.rpartition(".")
         return f"nest it: {leaf} under {parent}"
     if name.startswith(FLAG_PREFIX):
