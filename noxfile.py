@@ -74,7 +74,8 @@ def tests(session: nox.Session) -> None:
     python = with_torch(session, "test", "codegen")
     elsewhere = [f"--ignore={folder}" for folder in OWN_SESSION]
     arguments = session.posargs or ["--numprocesses=2"]  # each worker may start two ranks of its own
-    session.run(python, "-m", "pytest", *elsewhere, *arguments, env=QUIET, external=True)
+    env = QUIET | {"OMP_NUM_THREADS": "1"}
+    session.run(python, "-m", "pytest", *elsewhere, *arguments, env=env, external=True)
 
 
 @nox.session(python=["3.12", "3.13"])
