@@ -231,6 +231,13 @@ def test_a_renamed_key_is_read_with_one_warning(
     )
 
 
+def test_an_empty_variable_of_a_former_name_counts_as_unset(run: Run) -> None:
+    """Neither a value nor a warning, also beside the new name."""
+    assert (0, {}, []) == run(*SHOW, TORCH_TURBO_ULYSSES_SIZE="")
+    done = run(*SHOW, TORCH_TURBO_ULYSSES_SIZE=" ", TORCH_TURBO_SP_SIZE="2")
+    assert (0, {"parallel_plan": {"sp_size": 2}}, []) == done
+
+
 @pytest.mark.parametrize("new_first", [True, False])
 @pytest.mark.parametrize("layer", ["line", "file", "environment"])
 def test_a_key_given_under_both_names_is_an_error(run: Run, layer: str, new_first: bool) -> None:

@@ -70,6 +70,11 @@ WRONG: list[tuple[str, list[str]]] = [
         "backend_config.cpu_offload: {enabled: true}",
         ["1:1: backend_config.cpu_offload: unknown key; nest it: cpu_offload under backend_config"],
     ),
+    ("mtp: {gbs: 4}", ["1:7: mtp.gbs: unknown key; in a file it is gbs"]),
+    (
+        "moe: {mtp: {enabled: true}}",
+        ["1:7: moe.mtp: unknown key; the keys here are token_dispatcher, aux_loss_coeff, z_loss_coeff"],
+    ),
     ("enable_mtp: true", ["1:1: enable_mtp: unknown key; in a file it is mtp.enabled"]),
     ("sp_size: 2", ["1:1: sp_size: unknown key; in a file it is parallel_plan.sp_size"]),
     ("tt_gbs: 4", ["1:1: tt_gbs: unknown key; in a file it is gbs"]),

@@ -80,8 +80,7 @@ def _remedy(name: str, section: Section) -> str:
         if name in (key.cli, key.env, key.arg, key.name, key.cli and key.cli.removeprefix("--")):
             if key.runtime:
                 return f"it belongs to one launch: use {key.cli}"
-            if key.path != name:
-                return f"in a file it is {key.path}"
+            return f"in a file it is {key.path}"
     if "." in name and (name in KEYS or name in SECTIONS):
         parent, _, leaf = name.rpartition(".")
         return f"nest it: {leaf} under {parent}"
