@@ -9,6 +9,10 @@ from typing import NamedTuple, NoReturn
 
 DEBUG = "TORCHTURBO_DEBUG"
 """Variable that adds tracebacks when it is 1."""
+BAD_INPUT = 2
+"""Exit status for what the user can mend."""
+INTERRUPTED = 130
+"""Exit status that a shell reports for a program that Ctrl-C ended."""
 
 
 class Problem(NamedTuple):
@@ -37,7 +41,7 @@ class ConfigError(SystemExit):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
-        super().__init__(2)
+        super().__init__(BAD_INPUT)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.problems))

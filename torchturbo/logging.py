@@ -104,7 +104,19 @@ def _set_up() -> None:
     root = logging.getLogger(ROOT)
     if root.handlers:
         return
-    handler = logging.StreamHandler(sys.stderr)
+
+    class Stderr(logging.StreamHandler[Any]):
+        """Writes to whatever standard error is at that moment: a notebook or a test may replace it."""
+
+        @property
+        def stream(self) -> Any:
+            return sys.stderr
+
+        @stream.setter
+        def stream(self, value: object) -> None:
+            """Ignore the stream that the constructor sets."""
+
+    handler = Stderr()
     handler.setFormatter(logging.Formatter("[torchturbo] %(levelname)s %(message)s"))
     root.addHandler(handler)
     root.propagate = False

@@ -11,7 +11,8 @@ import torch
 
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import EngineConfig, build_from_args
-from torchturbo.engine.engine import Context, Engine, restored_determinism
+from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError
 from torchturbo.runtime.cpu import CpuRuntime
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchturbo.engine.config import load_config
-from torchturbo.quickstart.errors import BAD_INPUT, QuickstartError
+from torchturbo.errors import BAD_INPUT
+from torchturbo.quickstart.errors import QuickstartError
 from torchturbo.quickstart.output import RECORD, Output
 
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
+import torch
 
 from torchturbo.cli.train import run
 
@@ -231,16 +233,66 @@ def test_problems_of_several_files_come_together(
     assert len(errors(capsys, words)) == 4
 
 
+class Leaky(torch.nn.Module):
+    """A model whose rows see everything before them: each position's logits are the sum of all tokens up to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(512, 8)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table(input_ids).cumsum(1))
+
+
 def test_packing_is_refused_where_rows_would_see_each_other(
     material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured on the model itself."""
-    monkeypatch.setattr("torchturbo.train.run.packing_leak", lambda model, size: 0.2)
+    """Measured on the model itself, before anything is written."""
+    monkeypatch.setattr("torchturbo.train.run.load_model", lambda arguments, config: leaky)
+    leaky = Leaky()
+    leaky.config = SimpleNamespace(use_cache=True)
 
     assert run([*good(material, tmp_path / "out"), "--packing"]) == 2
-    assert (
-        "--packing: LlamaForCausalLM lets packed rows see each other (logits move by 20.0%)" in capsys.readouterr().err
-    )
+    assert "--packing: Leaky lets packed rows see each other (logits move by " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_and_paths_are_told_together(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each layer says wrong, what has no feature yet, what clashes, and what is not there."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    words = ["--tt_sp_siez", "2", "--tt_enable_mtp", "--fp16", "--lerning_rate", "3", "--dataset", str(tmp_path / "no")]
+    words += ["--model_name_or_path", str(tmp_path / "none"), "--output_dir", str(blocked / "out")]
+
+    lines = errors(capsys, words)
+
+    places = ["--tt_sp_siez", "--tt_enable_mtp", "--lerning_rate", "--fp16"]
+    places += ["--model_name_or_path", "--dataset", "--output_dir"]
+    assert [line.partition(":")[0] for line in lines] == places
+
+
+def test_a_schedule_that_cannot_be_made_is_told_at_start(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not after the weights are read."""
+    (line,) = errors(capsys, [*good(material, tmp_path / "out"), "--lr_scheduler_type", "cosine_with_min_lr"])
+
+    assert line.startswith("--lr_scheduler_type: ")
+    assert "min_lr" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_attention_that_is_not_installed_is_told_by_its_option(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to use instead."""
+    assert run([*good(material, tmp_path / "out"), "--attn_implementation", "flash_attention_2"]) == 2
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: --attn_implementation: flash_attention_2: ")
+    assert line.endswith("; install it, or use sdpa")
 
 
 # ---- the process ----
@@ -257,8 +309,8 @@ def test_an_unexpected_error_is_one_line(
 
     monkeypatch.setattr(torchturbo.train.run, "_clear_output", broken)
     assert run(good(material, tmp_path / "out")) == 1
-    last = capsys.readouterr().err.splitlines()[-2:]
-    assert last == ["error: RuntimeError: the machine is on fire", "set TORCHTURBO_DEBUG=1 to see where it happened"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "error: RuntimeError: the machine is on fire; set TORCHTURBO_DEBUG=1 to see where it happened"
 
     monkeypatch.setenv("TORCHTURBO_DEBUG", "1")
     assert run(good(material, tmp_path / "out")) == 1
@@ -332,14 +384,14 @@ sys.exit(run(sys.argv[1:]))
 """
 
 
-def test_own_problems_come_before_torch() -> None:
-    """A mistyped option is told at once, also where torch is not installed; its absence is told too."""
+def test_own_problems_are_told_without_torch() -> None:
+    """A mistyped option is told also where torch is not installed; where nothing is wrong its absence is."""
     done = [
         subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, cwd=ROOT)
         for words in (["--tt_sp_siez", "2"], ["--tt_gbs", "2"])
     ]
 
-    assert [process.returncode for process in done] == [2, 1]
+    assert [process.returncode for process in done] == [2, 2]
     (first,), (second,) = (process.stderr.splitlines() for process in done)
     assert "--tt_sp_siez" in first
     assert second == "error: torch is not installed; pip install 'torchturbo[train]'"

@@ -230,6 +230,62 @@ def test_the_same_rows_in_another_file_resume(stopped: Path, material: Path, tmp
     assert result.steps == 6
 
 
+def test_a_final_save_that_fails_leaves_nothing(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No half of a model stays behind."""
+    from transformers import Trainer
+
+    def full(self: Any, output_dir: str, **kwargs: Any) -> None:
+        Path(output_dir).mkdir(parents=True)
+        (Path(output_dir) / "model.safetensors").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Trainer, "save_model", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(command(material, tmp_path / "out", "--save_strategy", "no"))
+
+    assert not (tmp_path / "out" / STAGING).exists()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_weights_of_an_older_run_give_way(material: Path, tmp_path: Path) -> None:
+    """A shard's index beside the new file would be loaded instead of it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    old = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
+    for name in old:
+        (out / name).write_text("old")
+
+    train(command(material, out, "--save_strategy", "no"))
+
+    assert (out / "model.safetensors").is_file()
+    assert [name for name in old if (out / name).exists()] == []
+
+
+def test_a_curve_that_cannot_be_written_does_not_lose_the_run(
+    material: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is saved; the reason is said."""
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchturbo.train.run.write_curve", full)
+    result = train(command(material, tmp_path / "out", "--save_strategy", "no"))
+
+    assert result.curve is None
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert any("loss_curve.png could not be written: No space left on device" in line for line in logged)
+
+
+def test_a_permission_without_a_resume_is_said(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """It would be ignored in silence otherwise."""
+    train(command(material, tmp_path / "out", "--save_strategy", "no", "--tt_resume_allow", "gbs"))
+
+    assert any("--tt_resume_allow says nothing to a run that resumes nothing" in line for line in logged)
+
+
 def test_an_accumulation_that_gives_way_is_reported_once(material: Path, tmp_path: Path, logged: list[str]) -> None:
     """With the place where it was typed."""
     train(command(material, tmp_path / "out", "--tt_gbs", "2", "--gradient_accumulation_steps", "4"))
@@ -341,16 +397,19 @@ def test_packing_trains_on_the_same_tokens(material: Path, tmp_path: Path) -> No
     assert packed.trainer.turbo_facts["dataset_tokens"] == plain.trainer.turbo_facts["dataset_tokens"]
 
 
-def test_packing_needs_no_cache() -> None:
+def test_packing_is_looked_at_and_trained_without_a_cache(material: Path, tmp_path: Path) -> None:
     """With a key-value cache Transformers reads no document boundaries; not every release's Trainer turns it off."""
-    from types import SimpleNamespace
+    words = ["--packing", "--cutoff_len", "99", "--max_steps", "1", "--tt_gradient_checkpointing", "false"]
+    cached: list[bool] = []
 
-    from torchturbo.train.run import _check_packing
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            cached.append(kwargs["model"].config.use_cache)
 
-    model = tiny.model(use_cache=True)
-    _check_packing(SimpleNamespace(data=SimpleNamespace(packing=True), model_config=model.config), model)
+    result = train(command(material, tmp_path / "out", *words), callbacks=[Look()])
 
-    assert not model.config.use_cache
+    assert cached == [False]
+    assert result.model.config.use_cache
 
 
 def test_evaluation_is_logged_and_drawn(material: Path, tmp_path: Path) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
-from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger, set_log_level
 from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_problem
 
 if TYPE_CHECKING:
-    from torchturbo.engine.args import TorchTurboArgs
-    from torchturbo.engine.config import EngineConfig, FrameworkValue
+    from torchturbo.config.merge import Merged
+    from torchturbo.engine.config import EngineConfig
     from torchturbo.runtime import Runtime
 
 log = get_logger(__name__)
@@ -50,26 +50,22 @@ def environment_clashes(environ: Mapping[str, str] = os.environ) -> list[Problem
     ]
 
 
-def build_config(
-    args: TorchTurboArgs | None, framework: Sequence[FrameworkValue], problems: Iterable[Problem] = ()
-) -> EngineConfig:
-    """Merge the layers and refuse what can't run, all problems at once.
+def checked_config(merged: Merged, problems: Iterable[Problem] = ()) -> EngineConfig:
+    """Return the configuration of merged layers, or refuse what can't run, all problems at once.
 
     ``problems`` are those the caller has found already; they are reported together with the configuration's own.
     """
-    from torchturbo.engine.config import build_from_args
+    from torchturbo.engine.config import config_of
 
-    found = list(problems)
-    try:
-        config = build_from_args(args, framework=framework)
-    except ConfigError as error:  # it has printed its own
-        if found:
-            fail(found)
-        raise error
-    found += pipeline.inactive_problems(config)
+    found = [*config_problems(merged), *problems]
     if found:
         fail(found)
-    return config
+    return config_of(merged)
+
+
+def config_problems(merged: Merged) -> list[Problem]:
+    """Return what is wrong with merged layers, keys without a feature included."""
+    return [*merged.problems, *pipeline.inactive_problems(merged.changed)]
 
 
 def device_problem(device_type: str, runtime: Runtime) -> Problem | None:
@@ -111,9 +107,8 @@ def report_accumulation(config: EngineConfig, plan: BatchPlan, said: int | None,
 
 def describe_backend(config: EngineConfig, world_size: int) -> str:
     """Return the log line about the distributed backend: what is set, and what this version runs."""
-    if world_size == 1:
-        return f"backend {config.backend}: one process, nothing to distribute"
-    return f"backend {config.backend}: this version runs DistributedDataParallel on {world_size} ranks"
+    where = "one process has nothing to distribute" if world_size == 1 else f"{world_size} ranks"
+    return f"backend {config.backend}: this version runs DistributedDataParallel, {where}"
 
 
 def settings_lines(config: EngineConfig) -> list[str]:

@@ -26,8 +26,8 @@ from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_pro
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
 from torchturbo.engine.args import get_torchturbo_args
+from torchturbo.engine.config import merge_args
 from torchturbo.engine.engine import Context, Engine
-from torchturbo.engine.model import base_model
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
@@ -77,7 +77,6 @@ class TurboMixin:
     def __init__(self, *args: Any, turbo_config: EngineConfig | None = None, **kwargs: Any) -> None:
         self._turbo_config = turbo_config
         self._staged: Path | None = None
-        self._use_cache: bool | None = None
         self._allowed: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
         self._settle_loss_owner()
@@ -89,16 +88,12 @@ class TurboMixin:
         if not hasattr(self, "turbo"):
             self._start_engine()
             if self.model is not None:
-                self._prepare(self.model)
+                self.turbo.prepare(self.model)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
-        return self._prepare(super().call_model_init(trial))  # type: ignore[misc]
-
-    def _prepare(self, model: nn.Module) -> nn.Module:
-        self._use_cache = getattr(getattr(base_model(model), "config", None), "use_cache", None)
-        return self.turbo.prepare(model)
+        return self.turbo.prepare(super().call_model_init(trial))  # type: ignore[misc]
 
     def _start_engine(self) -> None:
         args = self.args
@@ -125,11 +120,11 @@ class TurboMixin:
 
     def _build_config(self, said: Mapping[str, Any]) -> EngineConfig:
         problems = base.environment_clashes() + clashes(said)
-        return base.build_config(get_torchturbo_args(), framework_values(said), problems)
+        return base.checked_config(merge_args(get_torchturbo_args(), framework=framework_values(said)), problems)
 
     def _checked(self, config: EngineConfig, said: Mapping[str, Any]) -> EngineConfig:
         """Hold a configuration that was given as an object against what the framework was told."""
-        problems = base.environment_clashes() + clashes(said) + pipeline.inactive_problems(config)
+        problems = base.environment_clashes() + clashes(said) + pipeline.inactive_problems(config.changed())
         if problems:
             fail(problems)
         for path, value, where in framework_values(said):
@@ -268,15 +263,8 @@ class TurboMixin:
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the model with the key-value cache it came with: training goes without, generating should not."""
-        config = getattr(base_model(self.model), "config", None)
-        if self._use_cache is None or config is None:
+        with self.turbo.cache_as_found(self.model):
             super().save_model(*args, **kwargs)  # type: ignore[misc]
-            return
-        training, config.use_cache = config.use_cache, self._use_cache
-        try:
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            config.use_cache = training
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return super()._get_output_dir(trial) if self._staged is None else str(self._staged)  # type: ignore[misc]

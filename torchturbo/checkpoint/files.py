@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,8 +46,15 @@ def publish_folder(staged: Path, place: Path) -> None:
         staged.parent.rmdir()
 
 
-def publish_files(staged: Path, folder: Path) -> None:
-    """Move every file of a finished folder into another one; the model's configuration, which names it, goes last."""
+def publish_files(staged: Path, folder: Path, *, replacing: Sequence[str] = ()) -> None:
+    """Move every file of a finished folder into another one; the model's configuration, which names it, goes last.
+
+    Files that match a pattern of ``replacing`` and are not in the finished folder belong to an older model and go.
+    """
+    for pattern in replacing:
+        for old in folder.glob(pattern):
+            if not (staged / old.name).exists():
+                old.unlink()
     for source in sorted(staged.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
         if source.is_dir():  # a tokenizer's further templates; a folder can't replace one that holds files
             shutil.rmtree(folder / source.name, ignore_errors=True)

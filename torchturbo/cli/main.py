@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from torchturbo.errors import DEBUG, ConfigError, debugging, is_first_local_rank, print_errors
+from torchturbo.errors import BAD_INPUT, DEBUG, INTERRUPTED, ConfigError, debugging, is_first_local_rank, print_errors
 
-BROKEN_PIPE, INTERRUPTED = 141, 130
+BROKEN_PIPE = 141
 
 # Each takes the words behind its name. They are imported when they run: help and configuration need no torch.
 COMMANDS = {
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except ConfigError:
-        return 2  # its lines are printed
+        return BAD_INPUT  # its lines are printed
     except KeyboardInterrupt:
         if is_first_local_rank():
             print("\ntorchturbo: interrupted", file=sys.stderr)
@@ -65,4 +65,4 @@ def _dispatch(words: list[str]) -> int:
         print(f"torchturbo {__version__}")
         return 0
     parser.print_help()
-    return 2 if words else 0
+    return BAD_INPUT if words else 0

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchturbo.cli.parser import Parser
-from torchturbo.errors import debugging, print_errors
+from torchturbo.errors import BAD_INPUT, INTERRUPTED, debugging, print_errors
 
 if TYPE_CHECKING:
     from torchturbo.quickstart.console import Console
 
 PACKAGES = ("torch", "transformers", "accelerate", "gguf", "matplotlib")
-INTERRUPTED = 130
 
 
 def run(argv: Sequence[str]) -> int:
@@ -113,7 +112,7 @@ def _set_environment() -> None:
 
 
 def _check_machine() -> None:
-    from torchturbo.quickstart.errors import BAD_INPUT, QuickstartError
+    from torchturbo.quickstart.errors import QuickstartError
 
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise QuickstartError(

@@ -6,16 +6,11 @@ import os
 import sys
 import traceback
 
-from torchturbo.errors import ConfigError, is_first_local_rank, wants_colour
-from torchturbo.train.commandline import (  # light: its problems come before torch is imported
-    MissingLibrary,
-    read_command,
-)
+from torchturbo.errors import BAD_INPUT, DEBUG, INTERRUPTED, ConfigError, debugging, is_first_local_rank, print_errors
+from torchturbo.train.commandline import MissingLibrary, read_command
 
-DEBUG = "TORCHTURBO_DEBUG"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistBackendError")
 """Words of a collective whose other side is gone."""
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 def run(argv: list[str]) -> int:
@@ -38,8 +33,8 @@ def run(argv: list[str]) -> int:
         return int(error.code or 0)
     except MissingLibrary as error:
         if is_first_local_rank():
-            print(f"error: {error.name} is not installed; pip install 'torchturbo[train]'", file=sys.stderr)
-        return 1
+            print_errors([f"{error.name} is not installed; pip install 'torchturbo[train]'"])
+        return BAD_INPUT
     except KeyboardInterrupt:
         if is_first_local_rank():
             print("\ninterrupted; the last checkpoint is as it was", file=sys.stderr)
@@ -66,17 +61,14 @@ def _help() -> int:
 
 def _report(error: Exception) -> None:
     """Print an unexpected error on one line, on the rank that met it; the traceback is for developers."""
-    if os.environ.get(DEBUG, "") not in ("", "0"):
+    if debugging():
         traceback.print_exception(error)
     rank = os.environ.get("RANK", "")
     where = f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    prefix = "\033[1;31merror:\033[0m" if wants_colour(sys.stderr) else "error:"
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if where and any(words in message for words in LOST_PEER):
         message = f"another rank ended, its message says why ({message})"
-    print(f"{prefix} {where}{message}", file=sys.stderr)
-    if os.environ.get(DEBUG, "") in ("", "0"):
-        print(f"set {DEBUG}=1 to see where it happened", file=sys.stderr)
+    print_errors([f"{where}{message}" + ("" if debugging() else f"; set {DEBUG}=1 to see where it happened")])
 
 
 def _leave_group() -> None:

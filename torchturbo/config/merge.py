@@ -29,6 +29,11 @@ class Merged(NamedTuple):
         """Effective values by path."""
         return {path: setting.value for path, setting in self.settings.items()}
 
+    @property
+    def changed(self) -> list[Setting]:
+        """Settings whose value is not the schema's default, in the schema's order."""
+        return [setting for path, setting in self.settings.items() if setting.value != KEYS[path].default]
+
 
 def merge(readings: Iterable[Reading]) -> Merged:
     """Return the effective settings of some layers, whatever order they come in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -112,7 +113,7 @@ def merge_args(
     return merge(read_layers(read_args(args), args.config_path, framework, environ))
 
 
-def load_config(path: str) -> EngineConfig:
+def load_config(path: str | os.PathLike[str]) -> EngineConfig:
     """Return the configuration that a file alone describes; no environment, no command line.
 
     Raises
@@ -122,7 +123,7 @@ def load_config(path: str) -> EngineConfig:
     """
     from torchturbo.config.file import read_file
 
-    return config_of(merge([read_file(path)]))
+    return config_of(merge([read_file(os.fspath(path))]))
 
 
 def config_of(merged: Merged) -> EngineConfig:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchturbo.engine import pipeline
+from torchturbo.engine.model import set_cache
+from torchturbo.engine.steps.activation_checkpointing import disable as disable_checkpointing
 from torchturbo.runtime import Runtime, current_runtime
 
 if TYPE_CHECKING:
@@ -40,11 +42,32 @@ class Engine:
     def __init__(self, config: EngineConfig, context: Context) -> None:
         self.config = config
         self.context = context
+        self._use_cache: bool | None = None
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Run the pipeline's steps on a model, in place."""
+        """Run the pipeline's steps on a model, in place.
+
+        Training goes without a key-value cache: nothing reads it, recomputation would fill it twice, and with it
+        Transformers does not look for document boundaries in packed rows.
+        """
+        self._use_cache = set_cache(model, False)
         pipeline.apply(model, self.config, self.context)
         return model
+
+    @contextmanager
+    def cache_as_found(self, model: nn.Module) -> Iterator[None]:
+        """Give a model its key-value cache back for this block: what is saved should generate with it."""
+        set_cache(model, self._use_cache)
+        try:
+            yield
+        finally:
+            set_cache(model, False)
+
+    def release(self, model: nn.Module) -> nn.Module:
+        """Make a trained model ready for use, in place: with the cache it came with, without checkpointing."""
+        set_cache(model, self._use_cache)
+        disable_checkpointing(model)
+        return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model runs forward, in training and in evaluation alike."""
@@ -52,14 +75,3 @@ class Engine:
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.context.runtime.device_type, dtype=dtype)
-
-
-@contextmanager
-def restored_determinism() -> Iterator[None]:
-    """Put torch's process-wide deterministic mode back at the end of a run inside a longer program."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)

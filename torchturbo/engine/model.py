@@ -1,10 +1,19 @@
-"""Finding the Transformers model inside what a trainer holds."""
+"""The Transformers model inside what a trainer holds, and its key-value cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import nn
+
+
+def set_cache(model: nn.Module, on: bool | None) -> bool | None:
+    """Let a model fill its key-value cache or not, and return how it was; None leaves it, or says that it has none."""
+    config = getattr(base_model(model), "config", None)
+    before: bool | None = getattr(config, "use_cache", None)
+    if config is not None and before is not None and on is not None:
+        config.use_cache = on
+    return before
 
 
 def base_model(model: nn.Module) -> nn.Module:

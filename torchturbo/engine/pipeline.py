@@ -8,12 +8,14 @@ This module imports neither torch nor transformers: ``config show`` reads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
+    from torchturbo.config.layers import Setting
     from torchturbo.engine.config import EngineConfig
 
 
@@ -63,10 +65,10 @@ def apply(model: Any, config: EngineConfig, context: Any) -> None:
         step.load()(model, config, context)
 
 
-def inactive_problems(config: EngineConfig) -> list[Problem]:
+def inactive_problems(changed: Iterable[Setting]) -> list[Problem]:
     """Return a problem for each key that is set to another value than its default and does nothing yet."""
     return [
         Problem(origin.place, path, "not available in this version", "remove it; the default is in force")
-        for path, _, origin in config.changed()
+        for path, _, origin in changed
         if path not in LIVE_KEYS
     ]

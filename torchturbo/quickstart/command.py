@@ -56,6 +56,10 @@ def train_arguments(options: Options, output: Output, model: Path, model_dir: st
         "--save_strategy": "no",
         "--report_to": "none",
     }
+    from torchturbo.runtime import current_runtime  # brings in torch
+
+    if current_runtime().device_type == "cpu":  # Trainer would take a device that the engine has no runtime for
+        named["--use_cpu"] = "true"
     return [word for pair in named.items() for word in pair]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-BAD_INPUT = 2
-"""Exit status for what the caller can put right on the command line."""
 FAILED = 1
 """Exit status for what the machine refuses: no network, no space, no right to write."""
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchturbo.errors import BAD_INPUT
 from torchturbo.quickstart import tickets
-from torchturbo.quickstart.errors import BAD_INPUT, QuickstartError, readable_size, refused
+from torchturbo.quickstart.errors import QuickstartError, readable_size, refused
 
 DEFAULT = "torchturbo-quickstart"
 CONFIG = "turbo.yaml"

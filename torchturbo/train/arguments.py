@@ -116,11 +116,8 @@ class FrameworkParser(HfArgumentParser):  # type: ignore[misc]
         raise _ArgumentError(message)
 
 
-def parse_framework(argv: list[str]) -> Parsed:
-    """Read the framework's arguments.
-
-    Raises :class:`ConfigError` with every problem, unprinted: the caller has more to check first.
-    """
+def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
+    """Read the framework's arguments, as far as they can be read, and return what is wrong with the others."""
     parser = FrameworkParser()
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # only what is typed enters the namespace: said is said
@@ -139,9 +136,7 @@ def parse_framework(argv: list[str]) -> Parsed:
             problems.append(Problem(f"--{name}", "", "required, but not given"))
     if data.cutoff_len < 2:
         problems.append(Problem("--cutoff_len", "", f"expected at least 2 tokens, got {data.cutoff_len}"))
-    if problems:
-        raise ConfigError(problems)
-    return Parsed(model, data, training)
+    return Parsed(model, data, training), problems
 
 
 def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> TrainingArguments:

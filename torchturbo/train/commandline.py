@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import CHECKPOINTING_NAMES, clashes, framework_values
 from torchturbo.config.commandline import read_command_line
-from torchturbo.engine.args import TorchTurboArgs, parse_torchturbo_args, set_torchturbo_args
-from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.config.merge import merge
+from torchturbo.config.sources import read_layers
+from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
+from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -36,35 +38,25 @@ class Command(NamedTuple):
 
 
 def read_command(argv: Sequence[str]) -> Command:
-    """Read a command line; TorchTurbo's own problems are printed before the framework's libraries are imported."""
-    own: ConfigError | None = None
-    try:
-        args, rest = parse_torchturbo_args(argv)
-    except ConfigError as error:
-        own, args, rest = error, TorchTurboArgs(), read_command_line(argv).rest
-
+    """Read a command line; everything that is wrong with it, and with the files it names, is told at once."""
+    line = read_command_line(argv)
+    if (line.reading.problems and missing_library()) or line.wants_help:
+        parse_torchturbo_args(argv)  # tells what it can without the framework
     if name := missing_library():
-        if own is not None:
-            raise own
         raise MissingLibrary(name, name=name)
     from torchturbo.train.arguments import parse_framework  # torch and transformers: seconds
 
-    problems: list[Problem] = []
-    parsed = None
-    try:
-        parsed = parse_framework(rest)
-    except ConfigError as error:
-        problems += error.problems
-    said: dict[str, Any] = dict(parsed.training) if parsed else {}
-    problems += _load_kwargs(said) + base.environment_clashes()
-    if own is not None:
-        if problems:
-            fail(problems)
-        raise own
-    problems += clashes(said, typed=True)
-    config = base.build_config(args, framework_values(said, typed=True), problems)
-    assert parsed is not None  # build_config raised its problems
-    set_torchturbo_args(args)
+    parsed, problems = parse_framework(line.rest)
+    said: dict[str, Any] = dict(parsed.training)
+    problems += _load_kwargs(said) + base.environment_clashes() + clashes(said, typed=True)
+    named = line.reading.settings.get("config_path")
+    merged = merge(read_layers(line.reading, named.value if named else None, framework_values(said, typed=True)))
+    if problems or base.config_problems(merged):
+        from torchturbo.train.prepare import path_problems
+
+        problems += path_problems(parsed)
+    config = base.checked_config(merged, problems)
+    set_torchturbo_args(parse_torchturbo_args(argv)[0])
     kept = {name: value for name, value in said.items() if name not in TAKEN_OVER}
     return Command(parsed._replace(training=kept), config, said.get("gradient_accumulation_steps"))
 

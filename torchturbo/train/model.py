@@ -122,7 +122,12 @@ def load_model(arguments: ModelArguments, config: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             _required(arguments), trust_remote_code=arguments.trust_remote_code, **kwargs
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except ImportError as error:
+        if arguments.attn_implementation is None:
+            raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
+        message = f"{arguments.attn_implementation}: {_short(error)}"
+        raise ConfigError([Problem("--attn_implementation", "", message, "install it, or use sdpa")]) from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
 
 

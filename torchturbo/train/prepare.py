@@ -8,24 +8,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from transformers import TrainingArguments, get_scheduler
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes
+from torchturbo.adapters.hf_arguments import clashes, taken_over
 from torchturbo.adapters.hf_trainer import resume_flag
 from torchturbo.checkpoint.record import run_facts
-from torchturbo.checkpoint.resume import checkpoints, find_checkpoint, resume_problems
+from torchturbo.checkpoint.resume import allowed_changes, checkpoints, find_checkpoint, resume_problems
 from torchturbo.engine.config import EngineConfig
 from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.runtime import Runtime, current_runtime
-from torchturbo.train.arguments import CURVE_POINTS, DataArguments, ModelArguments, make_training_arguments
+from torchturbo.train.arguments import (
+    CURVE_POINTS,
+    DataArguments,
+    ModelArguments,
+    Parsed,
+    make_training_arguments,
+)
 from torchturbo.train.batches import pack
 from torchturbo.train.commandline import Command
 from torchturbo.train.examples import Encoder, Example, Examples, Tally
 from torchturbo.train.model import folder_problem, load_config, load_tokenizer, missing_folder
-from torchturbo.train.rows import Row, SourceFile, read_files
+from torchturbo.train.rows import Row, SourceFile, path_problem, read_files
+
+log = get_logger(__name__)
 
 
 @dataclass
@@ -46,8 +56,6 @@ class Job:
     files: list[SourceFile] = field(default_factory=list)
     resume: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    use_cache: bool = True
-    """Whether the model came with a key-value cache for generation."""
 
     @property
     def steps(self) -> int:
@@ -119,6 +127,8 @@ def _check(
         problems.append(
             Problem(where, "mixed_precision", f"{runtime.device_name()} does not compute in bf16", "use fp32")
         )
+    if (problem := scheduler_problem(training)) is not None:
+        problems.append(problem)
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
     )
@@ -129,6 +139,30 @@ def _check(
     if problems or isinstance(plan, Problem):
         raise ConfigError(problems)
     return Job(config, model, data, training, runtime, plan, files=files, resume=resume), rows, eval_rows
+
+
+def path_problems(parsed: Parsed) -> list[Problem]:
+    """Return what is wrong with the paths of a command line, looking no deeper than that they are there."""
+    problems: list[Problem | None] = []
+    if parsed.model.model_name_or_path:
+        problems.append(folder_problem(parsed.model.model_name_or_path))
+    for option, paths in (("--dataset", parsed.data.dataset), ("--eval_dataset", parsed.data.eval_dataset)):
+        problems += [path_problem(Path(path).expanduser(), option) for path in paths]
+    if output_dir := parsed.training.get("output_dir"):
+        problems += output_problems(Path(str(output_dir)), may_hold_checkpoints=True)
+    return [problem for problem in problems if problem is not None]
+
+
+def scheduler_problem(training: TrainingArguments) -> Problem | None:
+    """Return what keeps a learning-rate schedule from being made, found by making one that nothing uses."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
+    kwargs: Any = training.lr_scheduler_kwargs or {}  # a dictionary by now, whatever it was typed as
+    try:
+        get_scheduler(training.lr_scheduler_type, optimizer, 1, 100, kwargs)
+    except (ValueError, TypeError) as error:
+        message = " ".join(str(error).split())
+        return Problem("--lr_scheduler_type", "", message, "give --lr_scheduler_kwargs what it needs")
+    return None
 
 
 def output_problems(folder: Path, may_hold_checkpoints: bool) -> list[Problem]:
@@ -212,11 +246,10 @@ def _compare(job: Job) -> None:
     }
     job.facts = extra
     if job.resume is None:
+        if allowed_changes(job.config):
+            log.warning_rank0("%s says nothing to a run that resumes nothing", resume_flag())
         return
-    said = run_facts(job.training, job.plan.world_size, extra)
-    # What the trainer's arguments will hold once the engine has taken them over.
-    data_seed = said["seed"] if said["data_seed"] is None else said["data_seed"]
-    said |= {"gradient_accumulation_steps": job.plan.accumulation, "data_seed": data_seed}
-    problems, _ = resume_problems(job.resume, job.config, said, resume_flag())
+    facts = run_facts(taken_over(job.training, job.plan.accumulation), job.plan.world_size, extra)
+    problems, _ = resume_problems(job.resume, job.config, facts, resume_flag())
     if problems:
         raise ConfigError(problems)

@@ -15,11 +15,12 @@ from transformers.trainer_callback import PrinterCallback
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboTrainer
-from torchturbo.checkpoint.files import publish_files, staging_folder
+from torchturbo.checkpoint.files import clear_staging, publish_files, staging_folder
 from torchturbo.checkpoint.record import CONFIG_NAME, write_record
 from torchturbo.checkpoint.resume import checkpoints
 from torchturbo.engine.config import EngineConfig
-from torchturbo.engine.engine import restored_determinism
+from torchturbo.engine.model import set_cache
+from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
@@ -33,7 +34,10 @@ from torchturbo.train.model import load_model, pad_token_id
 from torchturbo.train.prepare import Job, prepare, vocabulary
 
 MOST_LEAK = 1e-3
+MOST_LEAK_BF16 = 3e-2
 """Relative change of the logits that rounding explains; attention across documents changes them by far more."""
+WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
+"""What holds a model's weights: an older run's file of these would be loaded beside, or before, the new ones."""
 log = get_logger(__name__)
 
 
@@ -83,12 +87,11 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
     with restored_determinism(), library_bars(shown=False):
         with together("loading the model"), library_bars(shown=not quiet and sys.stderr.isatty()):
             model = load_model(job.model_arguments, job.model_config)
-            job.use_cache = getattr(model.config, "use_cache", True)
+        with together("checking the model"):
+            _check_packing(job, model.to(job.training.device))
         progress = Progress()
         trainer = make_trainer(job, model, [*([] if quiet else [progress]), *callbacks])
         say("model: %s, %s", type(model).__name__, _parameters(model))
-        with together("checking the model"):
-            _check_packing(job, trainer.model)
         _clear_output(job)
         started = time.monotonic()
         try:
@@ -127,12 +130,15 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
 
 
 def _check_packing(job: Job, model: Any) -> None:
-    # Transformers reads document boundaries from the positions only where no key-value cache is filled.
-    model.config.use_cache = False
+    """Refuse to pack rows for a model that lets them see each other, before anything is written."""
     if not job.data.packing:
         return
-    leak = packing_leak(model, vocabulary(job.model_config) or 16)
-    if leak > MOST_LEAK:
+    bf16 = job.config.mixed_precision == "bf16"
+    cache = set_cache(model, False)  # with one Transformers does not look for boundaries; training goes without, too
+    with torch.autocast(job.runtime.device_type, dtype=torch.bfloat16, enabled=bf16):
+        leak = packing_leak(model, vocabulary(job.model_config) or 16)
+    set_cache(model, cache)
+    if leak > (MOST_LEAK_BF16 if bf16 else MOST_LEAK):
         message = f"{type(model).__name__} lets packed rows see each other (logits move by {leak:.1%})"
         raise ConfigError(
             [Problem("--packing", "", message, "train it without packing, or with --attn_implementation sdpa")]
@@ -151,15 +157,23 @@ def _draw(job: Job, trainer: TurboTrainer) -> Path | None:
     if not job.training.should_save:
         return None
     name = Path(str(job.model_arguments.model_name_or_path)).name
-    return write_curve(trainer.state.log_history, job.output_dir / CURVE_NAME, f"Training loss of {name}")
+    try:
+        return write_curve(trainer.state.log_history, job.output_dir / CURVE_NAME, f"Training loss of {name}")
+    except OSError as error:  # a picture is no reason to lose the run, nor its error
+        log.warning_rank0("%s could not be written: %s", job.output_dir / CURVE_NAME, error.strerror)
+        return None
 
 
 def _save(job: Job, trainer: TurboTrainer) -> None:
     """Write the final model, its tokenizer and the record, each file whole."""
     staged = staging_folder(job.output_dir) / "final"
-    trainer.save_model(str(staged), _internal_call=True)
+    try:
+        trainer.save_model(str(staged), _internal_call=True)
+    except BaseException:
+        clear_staging(job.output_dir)
+        raise
     if job.training.should_save:
-        publish_files(staged, job.output_dir)
+        publish_files(staged, job.output_dir, replacing=WEIGHT_FILES)
         write_record(job.output_dir, job.config, trainer.turbo_run(), trainer.state.global_step)
     if job.training.push_to_hub:
         trainer.push_to_hub()
@@ -167,12 +181,6 @@ def _save(job: Job, trainer: TurboTrainer) -> None:
 
 def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None) -> TrainResult:
     points = loss_points(trainer.state.log_history)
-    model = trainer.model
-    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
-        if hasattr(model, name):
-            getattr(model, name)()
-            break
-    model.config.use_cache = job.use_cache
     return TrainResult(
         output_dir=job.output_dir,
         log_history=trainer.state.log_history,
@@ -180,7 +188,7 @@ def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None)
         steps=trainer.state.global_step,
         seconds=seconds,
         config=job.config,
-        model=model.eval(),
+        model=trainer.turbo.release(trainer.model),
         tokenizer=job.tokenizer,
         curve=curve,
         trainer=trainer,

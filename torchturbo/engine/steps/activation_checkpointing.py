@@ -26,15 +26,18 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     section = config.activation_checkpointing
     base = base_model(model)
     if not section.enabled:
-        _switch(base, "disable")
+        disable(model)
         return
     if not getattr(base, "supports_gradient_checkpointing", False):
         _refuse_or_warn(base, config)
         return
     # Transformers lets the embeddings' output require grad with it, which reentrant checkpointing needs to run at all.
     _switch(base, "enable", {"use_reentrant": section.use_reentrant})
-    if (model_config := getattr(base, "config", None)) is not None:
-        model_config.use_cache = False  # a key-value cache would be filled twice, by forward and by recompute
+
+
+def disable(model: nn.Module) -> None:
+    """Turn checkpointing off in a model."""
+    _switch(base_model(model), "disable")
 
 
 def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -> None:

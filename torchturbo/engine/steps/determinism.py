@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,3 +26,14 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     for name, value in context.runtime.deterministic_environment().items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def restored_determinism() -> Iterator[None]:
+    """Put torch's process-wide deterministic mode back at the end of a run inside a longer program."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
