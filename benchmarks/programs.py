@@ -11,9 +11,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchturbo.config.dump import scalar
 from torchturbo.config.keys import Key
 from torchturbo.engine.args import TorchTurboArgs, TurboArgSpec, get_arg_specs
+from torchturbo.engine.dump import scalar
 from torchturbo.generated.keys import FLAG_PREFIX, KEYS
 
 HELP_FLAG = f"{FLAG_PREFIX}help"

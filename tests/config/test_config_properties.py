@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from launching import launch, said
 
-from torchturbo.config.dump import to_json, to_yaml
 from torchturbo.config.file import read_file
 from torchturbo.config.keys import Key
 from torchturbo.engine.args import TorchTurboArgs, parse_log_level, parse_torchturbo_args, string_to_bool
 from torchturbo.engine.config import EngineConfig, FrameworkValue, build_from_args, load_config
+from torchturbo.engine.dump import to_json, to_yaml
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS, SECTIONS
 

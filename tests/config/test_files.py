@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from launching import launch, python
 
-from torchturbo.config.dump import to_json, to_yaml
 from torchturbo.engine.config import load_config
+from torchturbo.engine.dump import to_json, to_yaml
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS, SECTIONS
 

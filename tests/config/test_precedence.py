@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from launching import Outcome, launch
 
-from torchturbo.config.dump import scalar
 from torchturbo.config.keys import Key
 from torchturbo.engine.config import FrameworkValue, Layer, build_from_args
+from torchturbo.engine.dump import scalar
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS
 

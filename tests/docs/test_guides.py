@@ -175,7 +175,7 @@ def test_the_readme_s_two_commands_are_what_ci_runs_and_what_the_pages_show():
 def test_the_table_of_live_keys_is_the_pipeline_s():
     text = (ROOT / "docs" / "training.md").read_text("utf-8").partition("## What is live")[2].partition("\n## ")[0]
     named = set(re.findall(r"^\| \[`([\w.]+)`\]", text, re.M))
-    launch = {"config_path", "resume_allow", "backend"}
+    launch = {"config_path", "resume_allow"}
     assert {path.removesuffix(".enabled").removesuffix(".use_reentrant") for path in LIVE_KEYS - launch} == named
 
 

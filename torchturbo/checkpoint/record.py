@@ -60,7 +60,7 @@ def run_facts(args: Any, world_size: int, extra: Mapping[str, Any]) -> dict[str,
 
 def write_record(folder: Path, config: EngineConfig, facts: Mapping[str, Any], step: int) -> None:
     """Write the effective configuration and the manifest into a folder."""
-    from torchturbo.config.dump import to_yaml
+    from torchturbo.engine.dump import to_yaml
 
     write_text(folder / CONFIG_NAME, to_yaml(config))
     manifest = {"step": step, "run": dict(facts), "versions": versions()}

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchturbo.cli.config.schema import SCHEMA
-from torchturbo.config.dump import scalar
 from torchturbo.config.keys import Key, Section
+from torchturbo.engine.dump import scalar
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import KEYS, SECTIONS
 

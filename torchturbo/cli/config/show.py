@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from torchturbo.cli.terminal import BOLD, DIM, columns, paint
-from torchturbo.config.dump import to_json, to_yaml
 from torchturbo.config.keys import shown
 from torchturbo.config.layers import Layer, Reading
 from torchturbo.config.merge import Merged, idle_paths, merge
 from torchturbo.config.sources import read_layers
 from torchturbo.engine.config import EngineConfig, config_of
+from torchturbo.engine.dump import to_json, to_yaml
 from torchturbo.engine.pipeline import LIVE_KEYS
 
 
