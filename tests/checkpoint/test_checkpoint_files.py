@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from torchturbo.checkpoint.files import publish_files, publish_folder, staging_folder, write_text, write_with
+from torchturbo.checkpoint.files import (
+    clear_staging,
+    publish_files,
+    publish_folder,
+    staging_folder,
+    write_text,
+    write_with,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -27,6 +35,30 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file.txt"]
+
+
+def test_a_folder_that_was_moved_away_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed between the two renames loses neither the old checkpoint nor its way back to it."""
+    staged, place = staging_folder(tmp_path) / "checkpoint-2", tmp_path / "checkpoint-2"
+    for folder, name in ((staged, "new"), (place, "old")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("")
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if source == staged:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        publish_folder(staged, place)
+    monkeypatch.undo()
+    assert not place.exists()
+
+    clear_staging(tmp_path)
+
+    assert names(tmp_path) == ["checkpoint-2/old"]
 
 
 def test_a_folder_replaces_one_of_its_name(tmp_path: Path) -> None:

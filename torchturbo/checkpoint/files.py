@@ -11,6 +11,9 @@ from pathlib import Path
 STAGING = ".torchturbo-saving"
 """Folder inside output_dir that holds what is being written; whatever lies there is no checkpoint yet."""
 
+OUTGOING = ".replaced"
+"""Suffix of a folder that is moved out of the way of a new one of its name."""
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file as a whole (UTF-8)."""
@@ -35,7 +38,7 @@ def staging_folder(output_dir: Path) -> Path:
 def publish_folder(staged: Path, place: Path) -> None:
     """Rename a finished folder into its place; a folder of that name gives way."""
     if place.exists():
-        outgoing = staged.parent / f"{place.name}.replaced"
+        outgoing = staged.parent / f"{place.name}{OUTGOING}"
         shutil.rmtree(outgoing, ignore_errors=True)
         os.replace(place, outgoing)
         os.replace(staged, place)
@@ -64,6 +67,15 @@ def publish_files(staged: Path, folder: Path, *, replacing: Sequence[str] = ()) 
         staged.parent.rmdir()
 
 
+def put_back(output_dir: Path) -> None:
+    """Put back the folders that an interrupted run had moved away for ones it did not get to rename."""
+    for outgoing in staging_folder(output_dir).glob(f"*{OUTGOING}"):
+        place = output_dir / outgoing.name.removesuffix(OUTGOING)
+        if not place.exists():  # the process ended between the two renames of publish_folder
+            os.replace(outgoing, place)
+
+
 def clear_staging(output_dir: Path) -> None:
     """Remove what an interrupted run left unfinished."""
+    put_back(output_dir)
     shutil.rmtree(staging_folder(output_dir), ignore_errors=True)

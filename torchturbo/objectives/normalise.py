@@ -59,14 +59,21 @@ class TokenMean:
         """Whether the model's loss was cross-entropy alone; with other terms in it the mean would be another figure."""
 
     def add(
-        self, cross_entropy: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any
+        self,
+        numerator: Tensor,
+        cross_entropy: Callable[..., Tensor],
+        logits: Tensor,
+        labels: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Add a batch: logits [B, T, V], labels [B, T]."""
-        kept = slice(self.real_rows)
-        if (shifted := kwargs.get("shift_labels")) is not None:
-            kwargs["shift_labels"] = shifted[kept]
-        labels = labels[kept]
-        numerator = cross_entropy(logits[kept], labels, *args, **{**kwargs, "num_items_in_batch": 1})
+        """Add a batch: its summed loss, and what that was computed from, logits [B, T, V] and labels [B, T]."""
+        if self.real_rows is not None:
+            kept = slice(self.real_rows)
+            labels = labels[kept]
+            if (shifted := kwargs.get("shift_labels")) is not None:
+                kwargs["shift_labels"] = shifted[kept]
+            numerator = cross_entropy(logits[kept], labels, *args, **kwargs)
         self.total += float(numerator)
         self.count += valid_targets({"labels": labels, "shift_labels": kwargs.get("shift_labels")})
 
@@ -162,10 +169,11 @@ class Normaliser:
         def normalised(*args: Any, **kwargs: Any) -> Tensor:
             if not self._active:
                 return cross_entropy(*args, **kwargs)
+            kwargs["num_items_in_batch"] = 1  # instead of the default mean this gives the plain sum: the numerator
+            numerator = cross_entropy(*args, **kwargs)
             if self.evaluation is not None:
-                self.evaluation.add(cross_entropy, *args, **kwargs)
-            # Dividing by one item instead of the default mean gives the plain sum: the numerator.
-            self._main = self.token_term(cross_entropy(*args, **{**kwargs, "num_items_in_batch": 1}))
+                self.evaluation.add(numerator, cross_entropy, *args, **kwargs)
+            self._main = self.token_term(numerator)
             if self._on_scaled is not None:
                 self._on_scaled()
             # A copy, because models add their own terms in place (`loss += coefficient * aux_loss`).

@@ -14,6 +14,7 @@ from transformers import TrainingArguments, get_scheduler
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, taken_over
 from torchturbo.adapters.hf_trainer import resume_flag
+from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
 from torchturbo.checkpoint.resume import allowed_changes, checkpoints, find_checkpoint, resume_problems
 from torchturbo.engine.config import EngineConfig
@@ -115,6 +116,8 @@ def _check(
     wanted = training.resume_from_checkpoint
     wanted = None if wanted is None or wanted.lower() == "false" else wanted
     if wanted is not None:
+        if training.should_save:
+            put_back(output_dir)
         found = find_checkpoint(wanted, output_dir, "--resume_from_checkpoint")
         problems += [found] if isinstance(found, Problem) else []
         resume = None if isinstance(found, Problem) else found
