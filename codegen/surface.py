@@ -69,5 +69,7 @@ def _section(section: Section) -> dict[str, Any]:
 
 def completion(source: Source, shell: str) -> str:
     """Return the completion script of a shell."""
+    # bash would offer no file names where an option is not known to take one: all of the framework's.
     script: str = shtab.complete(build_parser(source.keys, source.help_flag, list_options=True), shell=shell)
+    script = script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F")
     return "\n".join(line.rstrip() for line in script.splitlines()) + "\n"

@@ -44,7 +44,7 @@ class TorchTurboArgs(Launch):
     ep_size: int | None = None
     """Ranks of an expert-parallel group: they share one set of experts."""
     gbs: int | None = None
-    """Global batch size in micro-batches. Accumulation steps are gbs x sp_size / world size and replace the framework's."""
+    """Global batch size in micro-batches, each of the framework's batch size per device. Accumulation steps are gbs x sp_size / world size and replace the framework's."""
     gradient_checkpointing: bool = True
     """Let the engine recompute each layer's activations in backward. It replaces the framework's own gradient checkpointing."""
     ac_use_reentrant: bool = False

@@ -190,7 +190,7 @@ class EngineOptions(FrozenValues):
     mixed_precision: Literal["bf16", "fp32"] | None = None
     """Precision of forward and backward. Trainable parameters are held in fp32 whatever the checkpoint's own type."""
     gbs: int | None = None
-    """Global batch size in micro-batches. Accumulation steps are gbs x sp_size / world size and replace the framework's."""
+    """Global batch size in micro-batches, each of the framework's batch size per device. Accumulation steps are gbs x sp_size / world size and replace the framework's."""
     use_deterministic_algorithms: bool = False
     """Require deterministic algorithms: torch's strict mode and what the device's libraries need in the environment. Slower; an operation that has no deterministic form raises."""
     ops: OpsConfig = field(default_factory=OpsConfig)

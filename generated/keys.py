@@ -181,7 +181,7 @@ KEYS: dict[str, Key] = {
         Key(
             path="gbs",
             type="integer",
-            text="Global batch size in micro-batches. Accumulation steps are gbs x sp_size / world size and replace the framework's.",
+            text="Global batch size in micro-batches, each of the framework's batch size per device. Accumulation steps are gbs x sp_size / world size and replace the framework's.",
             default=None,
             since="0.1.0",
             name="gbs",

@@ -87,7 +87,7 @@ ARG_SPECS: tuple[TurboArgSpec, ...] = (
         env_name="TORCH_TURBO_GBS",
         metavar="GBS",
         type=int,
-        help="Global batch size in micro-batches. Accumulation steps are gbs x sp_size / world size and replace the framework's.",
+        help="Global batch size in micro-batches, each of the framework's batch size per device. Accumulation steps are gbs x sp_size / world size and replace the framework's.",
     ),
     TurboArgSpec(
         name="gradient_checkpointing",

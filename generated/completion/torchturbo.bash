@@ -325,4 +325,4 @@ _shtab_torchturbo() {
   return 0
 }
 
-complete -o bashdefault -F _shtab_torchturbo torchturbo
+complete -o bashdefault -o default -F _shtab_torchturbo torchturbo

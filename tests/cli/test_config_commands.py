@@ -203,16 +203,30 @@ def test_explain_answers_although_a_layer_is_wrong(torchturbo: Run) -> None:
 # -- validate ---------------------------------------------------------------------------------------------------------
 
 
+IDLE = "activation_checkpointing: {enabled: false, use_reentrant: false}"
+
+
+def test_validate_warns_of_what_train_refuses(torchturbo: Run) -> None:
+    """A key without its feature is no error of the file, and no surprise at the start of a run either."""
+    done = torchturbo("config", "validate", write("loss_chunk: {enabled: true}"))
+    assert 0 == done.status
+    assert [
+        "turbo.yaml:1:23: warning: loss_chunk.enabled: not available in this version; remove it; the default is in force",
+        "turbo.yaml: ok",
+    ] == done.out.splitlines()
+
+
 def test_validate_for_people(torchturbo: Run) -> None:
     """One line a finding and one a file; status 1 if a file has an error."""
-    write("gbs: 4\nmtp: {log_loss: true}\n", "good.yaml")
+    write(f"gbs: 4\n{IDLE}\n", "good.yaml")
     write("mpt: 1\ngbs: x\n", "bad.yaml")
     write('{"gbs": 4}', "good.json")
     done = torchturbo("config", "validate", "good.yaml", "bad.yaml", "good.json", "none.yaml")
     assert (1, "") == (done.status, done.err)
     lines = done.out.splitlines()
     assert [
-        "good.yaml:2:17: warning: mtp.log_loss: set but not read (mtp.enabled is false); it is read when mtp.enabled is true",
+        "good.yaml:2:59: warning: activation_checkpointing.use_reentrant: set but not read"
+        " (activation_checkpointing.enabled is false); it is read when activation_checkpointing.enabled is true",
         "good.yaml: ok",
         "bad.yaml:1:1: error: mpt: unknown key; did you mean mtp?",
         'bad.yaml:2:6: error: gbs: expected integer or null, got string "x"',
@@ -238,7 +252,7 @@ def test_validate_checks_rules_and_ignores_the_environment(torchturbo: Run, monk
 
 def test_validate_for_programs(torchturbo: Run) -> None:
     """JSON lists every finding with file, line and column as numbers; without findings it is an empty list."""
-    write("gbs: x\nmtp: {log_loss: true}\n", "bad.yaml")
+    write(f"gbs: x\n{IDLE}\n", "bad.yaml")
     done = torchturbo("config", "validate", "--format", "json", "bad.yaml")
     assert 1 == done.status
     assert [
@@ -254,11 +268,11 @@ def test_validate_for_programs(torchturbo: Run) -> None:
         {
             "file": "bad.yaml",
             "line": 2,
-            "column": 17,
-            "key": "mtp.log_loss",
+            "column": 59,
+            "key": "activation_checkpointing.use_reentrant",
             "severity": "warning",
-            "message": "set but not read (mtp.enabled is false)",
-            "remedy": "it is read when mtp.enabled is true",
+            "message": "set but not read (activation_checkpointing.enabled is false)",
+            "remedy": "it is read when activation_checkpointing.enabled is true",
         },
     ] == json.loads(done.out)
     done = torchturbo("config", "validate", "--format=json", write("gbs: 4"), "turbo.yaml")
@@ -269,12 +283,14 @@ def test_validate_for_programs(torchturbo: Run) -> None:
 
 def test_validate_for_github(torchturbo: Run) -> None:
     """Workflow commands, with what they give a meaning escaped."""
-    write("gbs: '100%'\nmtp: {log_loss: true}\n", "a,b:c.yaml")
+    write(f"gbs: '100%'\n{IDLE}\n", "a,b:c.yaml")
     done = torchturbo("config", "validate", "--format", "github", "a,b:c.yaml", "none.yaml")
     lines = done.out.splitlines()
     assert 1 == done.status
     assert '::error file=a%2Cb%3Ac.yaml,line=1,col=6::gbs: expected integer or null, got string "100%25"' == lines[0]
-    assert lines[1].startswith("::warning file=a%2Cb%3Ac.yaml,line=2,col=17::mtp.log_loss: set but not read")
+    assert lines[1].startswith(
+        "::warning file=a%2Cb%3Ac.yaml,line=2,col=59::activation_checkpointing.use_reentrant: set but not read"
+    )
     assert lines[2].startswith("::error file=none.yaml::no such file")
 
 

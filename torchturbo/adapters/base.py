@@ -75,6 +75,15 @@ def device_problem(device_type: str, runtime: Runtime) -> Problem | None:
     return Problem("", "", f"TorchTurbo has no runtime for {device_type} devices", "use --use_cpu, or CUDA or an NPU")
 
 
+def launch_problem(world_size: int, environ: Mapping[str, str] = os.environ) -> Problem | None:
+    """Return a problem where a launcher started several ranks and the framework takes each for a run of its own."""
+    started = environ.get("WORLD_SIZE", "")
+    if not started.isdigit() or int(started) <= 1 or world_size > 1:
+        return None
+    message = f"{started} ranks were started, but Transformers runs each for itself"
+    return Problem("WORLD_SIZE", "", message, "on a machine without an accelerator say --use_cpu true")
+
+
 def apply_log_level(config: EngineConfig) -> None:
     """Set the level of TorchTurbo's loggers."""
     set_log_level(config.runtime.log_level)

@@ -104,9 +104,8 @@ class TurboMixin:
             config, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
         )
         runtime = current_runtime(use_cpu=args.use_cpu)
-        problems = [
-            found for found in (plan, base.device_problem(args.device.type, runtime)) if isinstance(found, Problem)
-        ]
+        found = (plan, base.device_problem(args.device.type, runtime), base.launch_problem(args.world_size))
+        problems = [problem for problem in found if isinstance(problem, Problem)]
         if problems or isinstance(plan, Problem):
             fail(problems)
         self._one_device_a_process()

@@ -8,6 +8,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from torchturbo.errors import ConfigError, Problem
@@ -145,6 +146,9 @@ def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> Tra
     What it refuses becomes a :class:`ConfigError`, unprinted.
     """
     values = dict(values)
+    if not torch.accelerator.is_available():
+        # Asked for no device, Transformers starts a CPU rank as a single process, beside the others of its launch.
+        values.setdefault("use_cpu", True)
     if not accelerator:
         values.setdefault("dataloader_pin_memory", False)  # pinning needs a device; torch warns without one
     # The trainer lets DDP look for unused parameters unless told otherwise; a text model has none, and looking costs.

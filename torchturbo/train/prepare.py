@@ -137,8 +137,9 @@ def _check(
     )
     if isinstance(plan, Problem):
         problems.append(plan)
-    if (problem := base.device_problem(training.device.type, runtime)) is not None:
-        problems.append(problem)
+    for problem in (base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size)):
+        if problem is not None:
+            problems.append(problem)
     if problems or isinstance(plan, Problem):
         raise ConfigError(problems)
     return Job(config, model, data, training, runtime, plan, files=files, resume=resume), rows, eval_rows

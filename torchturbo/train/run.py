@@ -209,6 +209,9 @@ def _announce(job: Job, say: Callable[..., None]) -> None:
         )
     if tally.without_target:
         log.warning_rank0("%d of %d rows hold no token to train on and were left out", tally.without_target, tally.rows)
+    if job.train_set is not None and len(job.train_set) < job.plan.sequences:
+        text = "the dataset holds %d sequences, fewer than the %d of one step: each epoch is one smaller step"
+        log.warning_rank0(text, len(job.train_set), job.plan.sequences)
     say("device: %s", job.runtime.device_name())
     say("batch: %s, %d steps", job.plan, job.steps)
     checkpointing = "on" if job.config.activation_checkpointing.enabled else "off"

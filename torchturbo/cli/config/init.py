@@ -10,6 +10,7 @@ from pathlib import Path
 from torchturbo.cli.config.schema import SCHEMA
 from torchturbo.config.keys import Key, Section
 from torchturbo.engine.dump import scalar
+from torchturbo.engine.pipeline import LIVE_KEYS
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import KEYS, SECTIONS
 
@@ -58,7 +59,12 @@ def _section(section: Section, indent: str) -> Iterator[str]:
 
 
 def _text(key: Key) -> str:
-    return f"{key.text} One of: {', '.join(key.choices)}." if len(key.choices) > 1 else key.text
+    parts = [key.text]
+    if len(key.choices) > 1:
+        parts.append(f"One of: {', '.join(key.choices)}.")
+    if key.path not in LIVE_KEYS:
+        parts.append("Not available in this version.")
+    return " ".join(parts)
 
 
 def _comment(text: str, indent: str) -> list[str]:
