@@ -11,6 +11,7 @@ import tiny
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import framework_values, said_values
 from torchturbo.adapters.hf_trainer import TurboTrainer, turbo
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
@@ -257,6 +258,21 @@ def test_a_device_without_a_runtime_is_refused(tmp_path: Path, monkeypatch: pyte
         trainer(tmp_path, args=args)
 
     assert "TorchTurbo has no runtime for mps devices; use --use_cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("started", "world_size", "refused"), [("2", 1, True), ("2", 2, False), ("1", 1, False), ("", 1, False)]
+)
+def test_ranks_that_would_each_train_for_themselves_are_refused(
+    started: str, world_size: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers starts CPU ranks so unless it is told of the CPU; both would write to one folder."""
+    problem = base.launch_problem(world_size, {"WORLD_SIZE": started})
+    assert refused == (problem is not None and "--use_cpu" in problem.remedy)
+    if refused:
+        monkeypatch.setattr(base, "launch_problem", lambda world_size: problem)
+        with pytest.raises(ConfigError):
+            trainer(tmp_path)
 
 
 def test_one_process_uses_one_device(tmp_path: Path, logged: list[str]) -> None:

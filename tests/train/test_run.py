@@ -279,6 +279,14 @@ def test_a_curve_that_cannot_be_written_does_not_lose_the_run(
     assert any("loss_curve.png could not be written: No space left on device" in line for line in logged)
 
 
+def test_a_set_smaller_than_a_step_is_said(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """gbs counts micro-batches, which is more rows than many expect."""
+    words = ["--save_strategy", "no", "--max_steps", "1", "--tt_gbs", "100"]
+    train(command(material, tmp_path / "out", *words))
+
+    assert any("the dataset holds 24 sequences, fewer than the 200 of one step" in line for line in logged)
+
+
 def test_a_permission_without_a_resume_is_said(material: Path, tmp_path: Path, logged: list[str]) -> None:
     """It would be ignored in silence otherwise."""
     train(command(material, tmp_path / "out", "--save_strategy", "no", "--tt_resume_allow", "gbs"))
