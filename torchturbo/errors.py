@@ -72,7 +72,8 @@ def debugging() -> bool:
 
 def is_first_local_rank() -> bool:
     """Return whether this process speaks for its node (torchrun numbers the processes of a node by LOCAL_RANK)."""
-    return os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1")
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return not rank.isdigit() or int(rank) == 0
 
 
 def printable(text: str) -> str:

@@ -94,6 +94,12 @@ def test_all_that_is_wrong_with_the_arguments_at_once(tmp_path: Path, capsys: py
         (["--stage", "sft"], "--stage: unknown argument; remove it"),
         (["--template", "qwen"], "--template: unknown argument; remove it: the tokenizer's own chat template"),
         (["--packing", "perhaps"], "--packing: Truthy value expected"),
+        (
+            ["--per_device_train_batch_size", "0"],
+            "--per_device_train_batch_size: expected a number of at least 1, got 0",
+        ),
+        (["--learning_rate", "nan"], "--learning_rate: expected a number of at least 0, got nan"),
+        (["--adam_beta1", "2"], "--adam_beta1: expected 0 to 1, got 2"),
         (["--cutoff_len", "1"], "--cutoff_len: expected at least 2 tokens, got 1"),
         (["--fp16"], "--fp16: loss scaling for fp16 has no place in the engine; use bf16, or fp32"),
         (["--bf16_full_eval"], "--bf16_full_eval: it would cast the fp32 parameters"),

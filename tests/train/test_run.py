@@ -279,6 +279,85 @@ def test_a_curve_that_cannot_be_written_does_not_lose_the_run(
     assert any("loss_curve.png could not be written: No space left on device" in line for line in logged)
 
 
+def test_a_diverged_run_stops_and_saves_nothing(material: Path, tmp_path: Path, capsys: Any) -> None:
+    """Transformers' own filter would show its loss as 0 and call it done."""
+    from torchturbo.cli.train import run
+
+    words = ["--learning_rate", "1e30", "--logging_steps", "1", "--save_strategy", "no"]
+    assert run(command(material, tmp_path / "out", *words)) == 1
+
+    assert "the run diverged; lower --learning_rate" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_old_checkpoints_outlive_a_run_that_cannot_begin(stopped: Path, material: Path, tmp_path: Path) -> None:
+    """They are removed when the optimizer could be made, not before."""
+    stopped = Path(shutil.copytree(stopped, tmp_path / "out"))
+    with pytest.raises(ImportError):
+        train(command(material, stopped, "--overwrite_output_dir", "true", "--optim", "adamw_bnb_8bit"))
+
+    assert (stopped / "checkpoint-2" / "optimizer.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("torchturbo_run.json", "{", "torchturbo_run.json: can't be read"),
+        ("torchturbo.yaml", "", "torchturbo.yaml: can't be read"),
+        ("optimizer.pt", "half", "optimizer.pt is damaged"),
+        ("trainer_state.json", "[]", "trainer_state.json is damaged"),
+        ("model.safetensors", None, "it holds no weights"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_resumed(
+    name: str, content: str | None, words: str, stopped: Path, material: Path, tmp_path: Path
+) -> None:
+    """By the file that is damaged, before the model is loaded."""
+    folder = Path(shutil.copytree(stopped, tmp_path / "out")) / "checkpoint-2"
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+
+    with pytest.raises(ConfigError) as caught:
+        train(command(material, tmp_path / "out", "--resume_from_checkpoint", str(folder)))
+
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--max_steps", "-1", "--num_train_epochs", "0"], "--num_train_epochs"),
+        (
+            ["--dataloader_drop_last", "true", "--per_device_train_batch_size", "25"],
+            "--dataloader_drop_last",
+        ),
+    ],
+)
+def test_a_run_without_a_step_is_refused(words: list[str], place: str, material: Path, tmp_path: Path) -> None:
+    """It would pass the model it began with off as trained."""
+    with pytest.raises(ConfigError) as caught:
+        train(command(material, tmp_path / "out", *words))
+
+    assert [problem.place for problem in caught.value.problems] == [place]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_run_is_kept_out_of_the_folder(material: Path, tmp_path: Path) -> None:
+    """Each would remove what the other is writing."""
+    from filelock import FileLock
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with FileLock(out / ".torchturbo.lock"), pytest.raises(ConfigError) as caught:
+        train(command(material, out))
+
+    assert "another run is writing to" in str(caught.value)
+    train(command(material, out, "--save_strategy", "no"))
+    assert not (out / ".torchturbo.lock").exists()
+
+
 def test_a_set_smaller_than_a_step_is_said(material: Path, tmp_path: Path, logged: list[str]) -> None:
     """gbs counts micro-batches, which is more rows than many expect."""
     words = ["--save_strategy", "no", "--max_steps", "1", "--tt_gbs", "100"]

@@ -63,6 +63,18 @@ def test_two_ranks_train_as_one(words: list[str], material: Path, tmp_path: Path
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)  # four steps of Adam
 
 
+def test_rows_that_do_not_fill_the_last_round_count_once(material: Path, tmp_path: Path) -> None:
+    """accelerate fills it up with rows from the start; their targets count in no mean."""
+    rows = tiny.write_jsonl(tmp_path / "five.jsonl", tiny.rows(5))
+    words = ["--dataset", str(rows), "--per_device_train_batch_size", "1", "--tt_gbs", "2", "--max_steps", "-1"]
+    words += ["--num_train_epochs", "1", "--logging_steps", "1"]
+    (one,) = run_ranks(1, run_one, command(str(material), str(tmp_path / "one"), *words))
+    two = run_ranks(2, run_one, command(str(material), str(tmp_path / "two"), *words))
+
+    for rank in two:
+        assert_close(one["history"], rank["history"])
+
+
 def test_a_resume_on_two_ranks_is_bit_equal_and_on_one_is_refused(material: Path, tmp_path: Path) -> None:
     """Other ranks would see other rows: accumulation and world size differ."""
     from torchturbo.errors import ConfigError

@@ -31,7 +31,7 @@ from torchturbo.engine.engine import Context, Engine
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
-from torchturbo.objectives.normalise import TokenMean
+from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.runtime import current_runtime
@@ -157,6 +157,10 @@ class TurboMixin:
         normaliser = self.turbo.context.normaliser
         if normaliser is None:
             return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc, no-any-return]
+        if batch_samples and (real := self._real_rows(find_batch_size(batch_samples[-1]) or 0)) is not None:
+            for name in ("labels", "shift_labels"):  # rows that only fill up the last round of ranks count in no mean
+                if name in batch_samples[-1]:
+                    batch_samples[-1][name][real:] = IGNORE_INDEX
         return normaliser.open_window(batch_samples, device)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

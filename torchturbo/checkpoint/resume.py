@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 STATE_NAME = "trainer_state.json"
 RESUMABLE = (STATE_NAME, "optimizer.pt", "scheduler.pt")
 """What a checkpoint must hold for the run to go on as it was."""
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 NEWEST = ("true", "True", "last", "latest")
 """Words that ask for the newest complete checkpoint instead of naming one."""
 CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
@@ -49,21 +52,36 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def find_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | Problem:
     """Return the checkpoint folder that a user means, or what is wrong with it."""
     if wanted is True or wanted in NEWEST:
-        found = [folder for folder in checkpoints(output_dir) if _is_resumable(folder)]
+        found = [folder for folder in checkpoints(output_dir) if not damage(folder)]
         return found[-1] if found else Problem(place, "", f"no complete checkpoint in {output_dir}", "leave it away")
     folder = Path(str(wanted)).expanduser()
-    if _is_resumable(folder):
-        return folder
     if (folder / STATE_NAME).is_file():
-        message = f"{folder} holds the model alone (save_only_model): its optimizer and schedule can't go on"
-        return Problem(place, "", message, "start from it as a model: --model_name_or_path")
+        broken = damage(folder)
+        return Problem(place, "", f"{folder}: {broken[0]}", broken[1]) if broken else folder
     what = f"no {STATE_NAME} in it" if folder.is_dir() else "there is no such folder"
     near = ", ".join(str(path) for path in (checkpoints(folder) or checkpoints(output_dir))[-3:])
     return Problem(place, "", f"{folder} is no checkpoint: {what}", f"use one of {near}" if near else "")
 
 
-def _is_resumable(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in RESUMABLE)
+def damage(folder: Path) -> tuple[str, str] | None:
+    """Return what keeps a checkpoint from being resumed, and what to do; None where it is whole.
+
+    It looks at what an interrupted copy or a full disk leaves: files that are missing or cut off.
+    """
+    if not all((folder / name).is_file() for name in RESUMABLE):
+        message = "it holds the model alone (save_only_model): its optimizer and schedule can't go on"
+        return message, "start from it as a model: --model_name_or_path"
+    for name in RESUMABLE[1:]:
+        if not zipfile.is_zipfile(folder / name):
+            return f"{name} is damaged", "use an older checkpoint"
+    try:
+        state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+        int(state["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{STATE_NAME} is damaged", "use an older checkpoint"
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        return "it holds no weights", "use an older checkpoint"
+    return None
 
 
 def allowed_changes(config: EngineConfig) -> frozenset[str]:
@@ -79,7 +97,14 @@ def resume_problems(
     Returns the problems (differences nobody allowed, allowed names that do not exist) and the names of the
     differences that were allowed. A checkpoint without a record gives neither: see :func:`has_record`.
     """
-    changes = _config_changes(folder, config) | _fact_changes(read_facts(folder) or {}, facts)
+    saved = read_facts(folder)
+    if saved is None or not (folder / CONFIG_NAME).read_text(encoding="utf-8", errors="replace").strip():
+        name = MANIFEST_NAME if saved is None else CONFIG_NAME
+        damaged = Problem(
+            str(folder / name), "", "can't be read, so that the runs can't be compared", "use another one"
+        )
+        return [damaged], []
+    changes = _config_changes(folder, config) | _fact_changes(saved, facts)
     changes = {name: pair for name, pair in changes.items() if not changes.keys() & set(CONSEQUENCES.get(name, ()))}
     allowed = allowed_changes(config) - set(NEVER_ALLOWED)
     problems = [

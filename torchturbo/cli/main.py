@@ -48,7 +48,8 @@ def _dispatch(words: list[str]) -> int:
     if words and words[0] in COMMANDS:
         run: Callable[[list[str]], int] = import_module(COMMANDS[words[0]]).run
         status = run(words[1:])
-        sys.stdout.flush()  # here, so that a closed pipe is met inside main()
+        if sys.stdout is not None:  # it was closed before the start
+            sys.stdout.flush()  # here, so that a closed pipe is met inside main()
         return status
     from torchturbo import __version__
     from torchturbo.cli.parser import build_parser

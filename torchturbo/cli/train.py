@@ -40,6 +40,9 @@ def run(argv: list[str]) -> int:
             print("\ninterrupted; the last checkpoint is as it was", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
+        if type(error).__name__ == "Diverged" and is_first_local_rank():  # by name: its module brings in torch
+            print_errors([str(error)])
+            return 1
         _report(error)
         return 1
     _leave_group()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,7 +68,10 @@ class Parsed(NamedTuple):
     """Values for TrainingArguments, as typed; the object itself is made once nothing is wrong (it opens the ranks)."""
 
 
-OWN_DEFAULTS: dict[str, Any] = {"disable_tqdm": True}  # the command draws its own progress line
+OWN_DEFAULTS: dict[str, Any] = {
+    "disable_tqdm": True,  # the command draws its own progress line
+    "logging_nan_inf_filter": False,  # Transformers would show the loss of a diverged run as its last finite one, or 0
+}
 """Defaults of this command that differ from TrainingArguments' own; what is typed wins."""
 CURVE_POINTS = 100
 """Points of a loss curve where logging_steps is not typed: every hundredth of the run is logged, at most every step."""
@@ -137,7 +142,38 @@ def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
             problems.append(Problem(f"--{name}", "", "required, but not given"))
     if data.cutoff_len < 2:
         problems.append(Problem("--cutoff_len", "", f"expected at least 2 tokens, got {data.cutoff_len}"))
+    problems += _out_of_bounds(training)
     return Parsed(model, data, training), problems
+
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "per_device_train_batch_size": (1, math.inf),
+    "per_device_eval_batch_size": (1, math.inf),
+    "gradient_accumulation_steps": (1, math.inf),
+    "learning_rate": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+    "max_grad_norm": (0, math.inf),
+    "num_train_epochs": (0, math.inf),
+    "warmup_steps": (0, math.inf),
+    "label_smoothing_factor": (0, 1),
+    "seed": (0, 2**32 - 1),
+    "data_seed": (0, 2**32 - 1),
+    "dataloader_num_workers": (0, math.inf),
+}
+"""Values that training arguments can have; Transformers itself finds out late, or never."""
+
+
+def _out_of_bounds(training: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    for name, (low, high) in BOUNDS.items():
+        value = training.get(name)
+        if isinstance(value, int | float) and not (low <= value <= high and math.isfinite(value)):
+            expected = f"{low:g} to {high:.17g}" if math.isfinite(high) else f"a number of at least {low:g}"
+            problems.append(Problem(f"--{name}", "", f"expected {expected}, got {value}"))
+    return problems
 
 
 def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> TrainingArguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,20 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         pace = (time.monotonic() - self.started) / max(1, step - self.first)
         figures = "  ".join(f"{name} {value}" for name, value in self.shown.items())
         print(f"step {step}/{steps}  {figures}  {pace:.2f} s/step", file=self.stream, flush=True)
+
+
+class Diverged(Exception):
+    """A run whose loss is no number any more: every later step and what it would save is lost."""
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Stops a run, on every rank alike, at the first logged loss that is not finite."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Look at the loss, which is the mean over all ranks."""
+        loss = (logs or {}).get("loss")
+        if loss is not None and not math.isfinite(loss):
+            raise Diverged(f"the loss is {loss} at step {state.global_step}: the run diverged; lower --learning_rate")
 
 
 @contextmanager

@@ -172,6 +172,8 @@ def scheduler_problem(training: TrainingArguments) -> Problem | None:
 def output_problems(folder: Path, may_hold_checkpoints: bool) -> list[Problem]:
     """Return what keeps a run from writing to a folder."""
     place = "--output_dir"
+    if folder.is_symlink() and not folder.exists():
+        return [Problem(place, "", f"{folder} is a link that leads nowhere")]
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
@@ -208,7 +210,21 @@ def _encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
     if job.data.packing:
         examples, eval_examples = pack(examples, job.data.cutoff_len), pack(eval_examples, job.data.cutoff_len)
     job.train_set = Examples(examples)
+    if (problem := _nothing_to_do(job)) is not None:
+        raise ConfigError([problem])
     job.eval_set = Examples(eval_examples) if eval_examples else None
+
+
+def _nothing_to_do(job: Job) -> Problem | None:
+    """Return a problem where the run would take no step and pass its model off as trained."""
+    rows, round_rows = len(job.train_set or []), job.plan.micro_batch * job.plan.dp_size
+    if job.training.dataloader_drop_last and rows < round_rows:
+        message = f"{rows} sequences do not fill one round of batches ({round_rows}), and the rest is dropped"
+        return Problem("--dataloader_drop_last", "", message, "use smaller batches, or false")
+    if job.steps < 1:
+        place = "--max_steps" if job.training.max_steps > 0 else "--num_train_epochs"
+        return Problem(place, "", f"the run would take {job.steps} steps", "raise it")
+    return None
 
 
 def _need_template(tokenizer: Any, rows: Sequence[Row]) -> None:

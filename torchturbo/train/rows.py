@@ -88,6 +88,8 @@ def path_problem(path: Path, place: str) -> Problem | None:
         near = difflib.get_close_matches(path.name, [file.name for file in folder.iterdir()], n=1) if folder else []
         remedy = f"did you mean {path.with_name(near[0])}?" if near else ""
         return Problem(place, "", f"there is no file {path}", remedy)
+    if not path.is_file():  # a pipe would be waited for
+        return Problem(place, "", f"{path} is no regular file")
     if path.suffix not in SUFFIXES:
         return Problem(place, "", f"{path}: expected one of {', '.join(SUFFIXES)}, got {path.suffix or 'no suffix'!r}")
     return None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_callback import PrinterCallback
+from filelock import FileLock, Timeout  # torch and transformers both depend on it
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboTrainer
@@ -27,7 +29,7 @@ from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.train.batches import Collator, packing_leak
 from torchturbo.train.commandline import Command, read_command
-from torchturbo.train.console import Progress, duration, library_bars
+from torchturbo.train.console import Progress, Watch, duration, library_bars
 from torchturbo.train.curve import NAME as CURVE_NAME
 from torchturbo.train.curve import loss_points, write_curve
 from torchturbo.train.model import load_model, pad_token_id
@@ -38,6 +40,7 @@ MOST_LEAK_BF16 = 3e-2
 """Relative change of the logits that rounding explains; attention across documents changes them by far more."""
 WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
 """What holds a model's weights: an older run's file of these would be loaded beside, or before, the new ones."""
+LOCK = ".torchturbo.lock"
 log = get_logger(__name__)
 
 
@@ -89,21 +92,49 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
             model = load_model(job.model_arguments, job.model_config)
         with together("checking the model"):
             _check_packing(job, model.to(job.training.device))
-        progress = Progress()
-        trainer = make_trainer(job, model, [*([] if quiet else [progress]), *callbacks])
         say("model: %s, %s", type(model).__name__, _parameters(model))
-        _clear_output(job)
-        started = time.monotonic()
-        try:
-            trainer.train(str(job.resume) if job.resume else None)
-        finally:
-            progress.close()
-            curve = _draw(job, trainer)
-        seconds = time.monotonic() - started
-        _save(job, trainer)
-    result = _result(job, trainer, seconds, curve)
+        with _output_of_its_own(job):
+            result = _train(job, model, callbacks, quiet)
     _summarise(result, say)
     return result
+
+
+def _train(job: Job, model: Any, callbacks: Sequence[Any], quiet: bool) -> TrainResult:
+    progress = Progress()
+    own = [_Begin(job), Watch(), *([] if quiet else [progress])]
+    trainer = make_trainer(job, model, [*own, *callbacks])
+    started = time.monotonic()
+    try:
+        trainer.train(str(job.resume) if job.resume else None)
+    finally:
+        progress.close()
+        curve = _draw(job, trainer)
+    seconds = time.monotonic() - started
+    _save(job, trainer)
+    return _result(job, trainer, seconds, curve)
+
+
+@contextmanager
+def _output_of_its_own(job: Job) -> Iterator[None]:
+    """Keep a second run out of the output folder: each would remove what the other is writing."""
+    lock = FileLock(job.output_dir / LOCK)
+    with together("taking the output folder"):
+        if job.training.should_save:
+            job.output_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                message = f"another run is writing to {job.output_dir}"
+                raise ConfigError(
+                    [Problem("--output_dir", "", message, "use another folder, or wait for it")]
+                ) from None
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            lock.release()
+            lock_file = job.output_dir / LOCK
+            lock_file.unlink(missing_ok=True)
 
 
 class RunTrainer(TurboTrainer):
@@ -145,8 +176,18 @@ def _check_packing(job: Job, model: Any) -> None:
         )
 
 
+class _Begin(TrainerCallback):  # type: ignore[misc]
+    """Makes room in the output folder once the optimizer, the schedule and the data loader could be made."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _clear_output(self.job)
+
+
 def _clear_output(job: Job) -> None:
-    """Make room, now that everything is known to be right."""
+    """Remove an earlier run's checkpoints where that was asked for."""
     if job.training.should_save and job.data.overwrite_output_dir and job.resume is None:
         for folder in checkpoints(job.output_dir):
             shutil.rmtree(folder)
