@@ -47,6 +47,10 @@ class ConfigError(SystemExit):
         return "\n".join(map(str, self.problems))
 
 
+class Diverged(Exception):
+    """A run whose loss is no number any more: every later step and what it would save is lost."""
+
+
 def fail(problems: Iterable[Problem]) -> NoReturn:
     """Print every problem on stderr, once per node, and raise :class:`ConfigError`."""
     error = ConfigError(problems)

@@ -325,6 +325,33 @@ def test_a_damaged_checkpoint_is_not_resumed(
     assert words in str(caught.value)
 
 
+def test_the_newest_whole_checkpoint_is_resumed(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """A damaged one is passed over, and that is said."""
+    out = tmp_path / "out"
+    train(command(material, out, "--save_steps", "2", "--max_steps", "4"))
+    (out / "checkpoint-4" / "optimizer.pt").write_text("half")
+
+    words = ["--save_steps", "2", "--max_steps", "4", "--resume_from_checkpoint", "true"]
+    train(command(material, out, *words))
+
+    assert any("checkpoint-4 is passed over: optimizer.pt is damaged" in line for line in logged)
+    assert any("resuming from" in line and line.endswith("checkpoint-2") for line in logged)
+
+
+def test_a_checkpoint_of_another_trainer_is_resumed_without_comparing(
+    stopped: Path, material: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    """It has no record of ours; that nothing was compared is said."""
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    for name in ("torchturbo.yaml", "torchturbo_run.json"):
+        (out / "checkpoint-2" / name).unlink()
+
+    result = train(command(material, out, "--resume_from_checkpoint", str(out / "checkpoint-2")))
+
+    assert result.steps == 6
+    assert any("does not say how it was made: resuming without comparing" in line for line in logged)
+
+
 @pytest.mark.parametrize(
     ("words", "place"),
     [

@@ -19,9 +19,12 @@ from torchturbo.checkpoint.record import (
 from torchturbo.config.keys import shown
 from torchturbo.config.names import did_you_mean
 from torchturbo.errors import ConfigError, Problem
+from torchturbo.logging import get_logger
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
+
+log = get_logger(__name__)
 
 STATE_NAME = "trainer_state.json"
 RESUMABLE = (STATE_NAME, "optimizer.pt", "scheduler.pt")
@@ -52,8 +55,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def find_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | Problem:
     """Return the checkpoint folder that a user means, or what is wrong with it."""
     if wanted is True or wanted in NEWEST:
-        found = [folder for folder in checkpoints(output_dir) if not damage(folder)]
-        return found[-1] if found else Problem(place, "", f"no complete checkpoint in {output_dir}", "leave it away")
+        for newest in reversed(checkpoints(output_dir)):
+            if (broken := damage(newest)) is None:
+                return newest
+            log.warning_rank0("%s is passed over: %s", newest, broken[0])
+        return Problem(place, "", f"no complete checkpoint in {output_dir}", "start without it")
     folder = Path(str(wanted)).expanduser()
     if (folder / STATE_NAME).is_file():
         broken = damage(folder)
@@ -97,6 +103,8 @@ def resume_problems(
     Returns the problems (differences nobody allowed, allowed names that do not exist) and the names of the
     differences that were allowed. A checkpoint without a record gives neither: see :func:`has_record`.
     """
+    if not has_record(folder):
+        return [], []
     saved = read_facts(folder)
     if saved is None or not (folder / CONFIG_NAME).read_text(encoding="utf-8", errors="replace").strip():
         name = MANIFEST_NAME if saved is None else CONFIG_NAME
@@ -140,8 +148,6 @@ def _config_changes(folder: Path, config: EngineConfig) -> dict[str, tuple[Any, 
     from torchturbo.config.merge import merge
     from torchturbo.engine.config import config_of
 
-    if not (folder / CONFIG_NAME).is_file():
-        return {}
     merged = merge([read_file(str(folder / CONFIG_NAME))])
     if merged.problems:
         raise ConfigError(merged.problems)

@@ -6,7 +6,16 @@ import os
 import sys
 import traceback
 
-from torchturbo.errors import BAD_INPUT, DEBUG, INTERRUPTED, ConfigError, debugging, is_first_local_rank, print_errors
+from torchturbo.errors import (
+    BAD_INPUT,
+    DEBUG,
+    INTERRUPTED,
+    ConfigError,
+    Diverged,
+    debugging,
+    is_first_local_rank,
+    print_errors,
+)
 from torchturbo.train.commandline import MissingLibrary, read_command
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistBackendError")
@@ -39,10 +48,11 @@ def run(argv: list[str]) -> int:
         if is_first_local_rank():
             print("\ninterrupted; the last checkpoint is as it was", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:
-        if type(error).__name__ == "Diverged" and is_first_local_rank():  # by name: its module brings in torch
+    except Diverged as error:  # on every rank alike
+        if is_first_local_rank():
             print_errors([str(error)])
-            return 1
+        return 1
+    except Exception as error:
         _report(error)
         return 1
     _leave_group()

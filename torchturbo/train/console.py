@@ -12,6 +12,8 @@ from typing import Any, TextIO
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback
 
+from torchturbo.errors import Diverged
+
 PLAIN_LINES = 20
 """Lines of progress that a whole run prints where there is no terminal."""
 
@@ -80,10 +82,6 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         pace = (time.monotonic() - self.started) / max(1, step - self.first)
         figures = "  ".join(f"{name} {value}" for name, value in self.shown.items())
         print(f"step {step}/{steps}  {figures}  {pace:.2f} s/step", file=self.stream, flush=True)
-
-
-class Diverged(Exception):
-    """A run whose loss is no number any more: every later step and what it would save is lost."""
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
