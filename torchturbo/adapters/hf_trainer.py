@@ -7,52 +7,43 @@ Trainer that are overridden exist in transformers 5.6 and 5.24; tests/adapters h
 from __future__ import annotations
 
 import functools
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from accelerate.utils import find_batch_size
 from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_callback import TrainerCallback
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, framework_values, place, said_values, taken_over
-from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
-from torchturbo.checkpoint.record import read_facts, run_facts, write_record
-from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_problems
+from torchturbo.adapters.hf_checkpoints import CheckpointMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.config import merge_args
 from torchturbo.engine.engine import Context, Engine
-from torchturbo.errors import ConfigError, Problem, fail
-from torchturbo.generated.keys import KEYS
+from torchturbo.engine.hooks import Hooks
+from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
-from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
+from torchturbo.plugins.contract import Run
+from torchturbo.plugins.load import load_plugins
 from torchturbo.runtime import current_runtime
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchturbo.engine.config import EngineConfig
+    from torchturbo.plugins.contract import Plugin
+    from torchturbo.runtime import Runtime
 
 log = get_logger(__name__)
 
-OPTIMIZER_ARGUMENTS = {
-    "weight_decay": "weight_decay",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_epsilon": "eps",
-}
-"""Training arguments that a loaded optimizer state brings back, and the option of a parameter group each becomes."""
 
-
-class TurboMixin:
+class TurboMixin(CheckpointMixin):
     """Puts the engine under the Trainer class that follows it in the method order."""
 
     turbo: Engine
@@ -61,8 +52,8 @@ class TurboMixin:
     """What one optimizer step consists of."""
     turbo_announces: bool = True
     """Whether the start says what is in force; a program that has its own start lines turns it off."""
-    turbo_facts: Mapping[str, Any] = {}
-    """What a resumed run must share with this one beyond its training arguments, by name."""
+    turbo_framework: str = "hf_trainer"
+    """The framework whose plugins are activated, one of :data:`torchturbo.plugins.contract.FRAMEWORKS`."""
 
     if TYPE_CHECKING:  # Trainer's own attributes, which its constructor sets
         args: Any
@@ -71,15 +62,22 @@ class TurboMixin:
         compute_loss_func: Any
         label_smoother: Any
         accelerator: Any
-        optimizer: Any
-        lr_scheduler: Any
+        add_callback: Any
 
-    def __init__(self, *args: Any, turbo_config: EngineConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        turbo_config: EngineConfig | None = None,
+        turbo_plugins: Sequence[Plugin] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._turbo_config = turbo_config
-        self._staged: Path | None = None
-        self._allowed: dict[str, Any] = {}
+        self._turbo_plugins = turbo_plugins
+        self._shown_optimizer: Any = None
+        self._logged_step = 0
         super().__init__(*args, **kwargs)
         self._settle_loss_owner()
+        self.add_callback(_StepEnd(self.turbo.context.hooks))
 
     # Trainer's constructor calls this first, with `self.args` and `self.model` set and nothing derived from them yet.
     # It is the one place that any subclass passes, whatever arguments its own constructor has.
@@ -93,7 +91,10 @@ class TurboMixin:
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
-        return self.turbo.prepare(super().call_model_init(trial))  # type: ignore[misc]
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        if problems := self.turbo.problems(model):
+            fail(problems)
+        return self.turbo.prepare(model)
 
     def _start_engine(self) -> None:
         args = self.args
@@ -106,12 +107,16 @@ class TurboMixin:
         runtime = current_runtime(use_cpu=args.use_cpu)
         found = (plan, base.device_problem(args.device.type, runtime), base.launch_problem(args.world_size))
         problems = [problem for problem in found if isinstance(problem, Problem)]
+        hooks, wrong = self._hooks(config, runtime)
+        engine = Engine(config, Context(runtime, args.world_size, args.process_index, hooks=hooks))
+        problems += wrong
+        if self.model is not None:
+            problems += engine.problems(self.model)
         if problems or isinstance(plan, Problem):
             fail(problems)
         self._one_device_a_process()
         self.args = taken_over(args, plan.accumulation)
-        context = Context(runtime, args.world_size, args.process_index)
-        self.turbo, self.turbo_plan = Engine(config, context), plan
+        self.turbo, self.turbo_plan = engine, plan
         if self.turbo_announces:
             where = place("gradient_accumulation_steps", typed=False)
             base.report_accumulation(config, plan, said.get("gradient_accumulation_steps"), where)
@@ -132,6 +137,17 @@ class TurboMixin:
                     "%s gives way to the configuration given in code: %s = %s", where, path, shown(config.get(path))
                 )
         return config
+
+    def _hooks(self, config: EngineConfig, runtime: Runtime) -> tuple[Hooks, list[Problem]]:
+        """Return the plugins of this run, the user's and the engine's own, and what is wrong with the user's."""
+        plugins = self._turbo_plugins
+        problems: list[Problem] = []
+        if plugins is None:
+            plugins, problems = load_plugins(config, self.turbo_framework)
+        args = self.args
+        output_dir = Path(args.output_dir)
+        run = Run(config, runtime, args.world_size, args.process_index, output_dir, self.turbo_framework, trainer=self)
+        return Hooks(run, [*plugins, *pipeline.observers(config)]), problems
 
     def _one_device_a_process(self) -> None:
         """Keep Trainer from wrapping the model in DataParallel where one process sees several devices."""
@@ -182,6 +198,10 @@ class TurboMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the tokens, so that it does not depend on batches and ranks."""
+        with self.turbo.context.hooks.aside():
+            return self._evaluate(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         normaliser = self.turbo.context.normaliser
         if normaliser is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
@@ -215,118 +235,48 @@ class TurboMixin:
             return None
         return max(0, min(rows, int(state.remainder) - self.turbo.context.rank * rows))
 
-    # ---- checkpoints ----
+    # ---- the loop's places at which plugins are called ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; a checkpoint to resume from is compared with this run first."""
-        if resume_from_checkpoint:
-            with together("comparing with the checkpoint"):
-                resume_from_checkpoint = str(self._checkpoint(resume_from_checkpoint))
-        if self.args.should_save:
-            clear_staging(Path(self.args.output_dir))
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer, and show it to the plugins before its schedule is made."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if optimizer is not self._shown_optimizer:
+            self._shown_optimizer = optimizer
+            self.turbo.context.hooks.call("optimizer_built", optimizer)
+        return optimizer
 
-    def _checkpoint(self, wanted: str | bool) -> Path:
-        """Return the checkpoint to resume from, after comparing it with this run."""
-        folder = find_checkpoint(wanted, Path(self.args.output_dir), "resume_from_checkpoint")
-        if isinstance(folder, Problem):
-            raise ConfigError([folder])
-        self._compare_with(folder)
-        return folder
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch the micro-batches of an optimizer step: where it begins."""
+        micro_batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self.turbo.context.hooks.call("step_begin", micro_batches)
+        return micro_batches, count
 
-    def _compare_with(self, folder: Path) -> None:
-        if not has_record(folder):
-            log.warning_rank0("%s does not say how it was made: resuming without comparing", folder)
-            return
-        problems, allowed = resume_problems(folder, self.turbo.config, self.turbo_run(), resume_flag())
-        if problems:
-            raise ConfigError(problems)
-        self._allowed = {name: (read_facts(folder) or {}).get(name) for name in allowed}
-        for name in allowed:
-            log.warning_rank0("resuming with another %s than the checkpoint's, as allowed", name)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        made = [dict(group) for group in self.optimizer.param_groups]
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        for name in self._allowed.keys() & OPTIMIZER_ARGUMENTS.keys():
-            option = OPTIMIZER_ARGUMENTS[name]
-            for group, wanted in zip(self.optimizer.param_groups, made, strict=True):
-                group |= {option: wanted[option]} if option in wanted else {}
-        if before := self._allowed.get("learning_rate"):
-            # The loaded optimizer and scheduler bring the old rate; whoever allowed another one wants it to hold.
-            ratio = self.args.learning_rate / before
-            for group in self.optimizer.param_groups:
-                group |= {name: group[name] * ratio for name in ("lr", "initial_lr") if name in group}
-            self.lr_scheduler.base_lrs = [rate * ratio for rate in self.lr_scheduler.base_lrs]
-            self.lr_scheduler._last_lr = [rate * ratio for rate in self.lr_scheduler.get_last_lr()]
-
-    def turbo_run(self) -> dict[str, Any]:
-        """Return the facts of this run that its record holds."""
-        return run_facts(self.args, self.turbo.context.world_size, self.turbo_facts)
-
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model with the key-value cache it came with: training goes without, generating should not."""
-        with self.turbo.cache_as_found(self.model):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _get_output_dir(self, trial: Any = None) -> str:
-        return super()._get_output_dir(trial) if self._staged is None else str(self._staged)  # type: ignore[misc]
-
-    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Write a checkpoint beside its place and rename it when it is whole, on every rank's behalf.
-
-        Trainer asks :meth:`_get_output_dir` where to write, so it writes into the staging folder; what it derives
-        from that folder (the best checkpoint's path, the rotation) is put right afterwards.
-        """
-        if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            if self.args.should_save:
-                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-                write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
-            return
-        run_dir = Path(self._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        staged = staging_folder(run_dir)
-        self._staged = staged
-        try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        except BaseException:
-            shutil.rmtree(staged / name, ignore_errors=True)
-            raise
-        finally:
-            self._staged = None
-        self._correct_best(staged, run_dir)
-        _barrier()
-        if self.args.should_save:
-            self._publish(staged / name, run_dir / name)
-        _barrier()
-
-    def _correct_best(self, staged: Path, run_dir: Path) -> None:
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent == staged:
-            self.state.best_model_checkpoint = str(run_dir / Path(best).name)
-
-    def _publish(self, staged: Path, folder: Path) -> None:
-        self.state.save_to_json(str(staged / "trainer_state.json"))
-        write_record(staged, self.turbo.config, self.turbo_run(), self.state.global_step)
-        publish_folder(staged, folder)
-        rotate_checkpoints(
-            output_dir=str(folder.parent),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; what plugins and loss terms have to say stands beside the training loss, for every logger alike."""
+        context = self.turbo.context
+        if "loss" in logs and context.hooks.run is not None:
+            steps = self.state.global_step - self._logged_step
+            self._logged_step = self.state.global_step
+            if context.normaliser is not None:
+                logs |= context.normaliser.term_metrics(steps, self.args.device)
+            context.hooks.call("log", logs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-def _barrier() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+class _StepEnd(TrainerCallback):  # type: ignore[misc]
+    """Calls the plugins at the end of an optimizer step; Trainer has no method of its own there."""
 
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
 
-@functools.cache
-def resume_flag() -> str:
-    """Return the option that allows a difference on resume."""
-    return str(KEYS["resume_allow"].cli)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.hooks.run is not None:
+            self.hooks.run.step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.hooks.run is not None:
+            self.hooks.run.step = state.global_step
+            self.hooks.call("step_end")
 
 
 @functools.cache

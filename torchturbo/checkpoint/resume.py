@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zipfile
@@ -19,6 +20,7 @@ from torchturbo.checkpoint.record import (
 from torchturbo.config.keys import shown
 from torchturbo.config.names import did_you_mean
 from torchturbo.errors import ConfigError, Problem
+from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
 
 if TYPE_CHECKING:
@@ -40,6 +42,12 @@ CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
 """Facts that follow from others: where one of those differs too, that one is the difference to tell of."""
 NEVER_ALLOWED = ("optim", "optim_args")
 """Facts that the optimizer's saved state is made for: no other state continues it."""
+
+
+@functools.cache
+def resume_flag() -> str:
+    """Return the option that allows a difference on resume."""
+    return str(KEYS["resume_allow"].cli)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

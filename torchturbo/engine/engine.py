@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchturbo.engine import pipeline
+from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.model import set_cache
 from torchturbo.engine.steps.activation_checkpointing import disable as disable_checkpointing
 from torchturbo.runtime import Runtime, current_runtime
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchturbo.engine.config import EngineConfig
+    from torchturbo.errors import Problem
     from torchturbo.objectives.normalise import Normaliser
 
 
@@ -34,6 +36,8 @@ class Context:
     """Number format of the forward pass; None computes in the parameters' own."""
     normaliser: Normaliser | None = None
     """Scales the model's losses; None where the framework's own scaling holds."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """The run's plugins and observers."""
 
 
 class Engine:
@@ -43,6 +47,10 @@ class Engine:
         self.config = config
         self.context = context
         self._use_cache: bool | None = None
+
+    def problems(self, model: nn.Module) -> list[Problem]:
+        """Return what the steps find wrong with a model; its weights may be on the meta device still."""
+        return pipeline.problems(model, self.config, self.context)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Run the pipeline's steps on a model, in place.

@@ -2,7 +2,8 @@
 
 Add a step: a function ``(model, config, context)`` in a module of its own under ``torchturbo/engine/steps/``, and one
 row below in its place of the order freeze, extra heads, ops, losses, sequence, experts, activation checkpointing,
-shard, prefetch, optimizer. A key that no row claims is refused when it is set: :func:`inactive_problems`.
+shard, prefetch, optimizer. Add an observer: a function ``(config)`` that returns a plugin, or None where its keys do
+not ask for one. A key that no row claims is refused when it is set: :func:`inactive_problems`.
 This module imports neither torch nor transformers: ``config show`` reads it.
 """
 
@@ -17,6 +18,7 @@ from torchturbo.errors import Problem
 if TYPE_CHECKING:
     from torchturbo.config.layers import Setting
     from torchturbo.engine.config import EngineConfig
+    from torchturbo.plugins.contract import Plugin
 
 
 class Step(NamedTuple):
@@ -27,22 +29,30 @@ class Step(NamedTuple):
     """``package.module:function``, imported when it is run."""
     keys: tuple[str, ...] = ()
     """Dotted paths of the configuration keys it reads (runtime inputs by their bare name)."""
+    check: str = ""
+    """Function of the same arguments that returns problems and looks at no weight: it also gets a model on meta."""
 
     def load(self) -> Any:
         """Import and return the function."""
-        module, _, name = self.function.partition(":")
-        return getattr(import_module(module), name)
+        return _imported(self.function)
+
+
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
 
 
 STEPS: tuple[Step, ...] = (
+    Step("plugins: model built", "torchturbo.engine.hooks:model_built"),
     Step("determinism", "torchturbo.engine.steps.determinism:apply", ("use_deterministic_algorithms",)),
     Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
-    Step("losses", "torchturbo.engine.steps.losses:apply"),
+    Step("losses", "torchturbo.engine.steps.losses:apply", check="torchturbo.engine.steps.losses:check"),
     Step(
         "activation checkpointing",
         "torchturbo.engine.steps.activation_checkpointing:apply",
         ("activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"),
     ),
+    Step("plugins: before shard", "torchturbo.engine.hooks:before_shard"),
 )
 """What is done to a model, in this order."""
 
@@ -55,7 +65,10 @@ LAUNCH: tuple[Step, ...] = (
 )
 """What consumes a key before or beside the model."""
 
-LIVE_KEYS: frozenset[str] = frozenset(key for step in (*STEPS, *LAUNCH) for key in step.keys)
+OBSERVERS: tuple[Step, ...] = ()
+"""What watches a run: each function takes the configuration and returns a plugin, or None."""
+
+LIVE_KEYS: frozenset[str] = frozenset(key for step in (*STEPS, *LAUNCH, *OBSERVERS) for key in step.keys)
 """Every key that does something in this version."""
 
 
@@ -63,6 +76,17 @@ def apply(model: Any, config: EngineConfig, context: Any) -> None:
     """Run every step on a model, in order."""
     for step in STEPS:
         step.load()(model, config, context)
+
+
+def problems(model: Any, config: EngineConfig, context: Any) -> list[Problem]:
+    """Return what every step finds wrong with a model, before one of them touches it."""
+    return [problem for step in STEPS if step.check for problem in _imported(step.check)(model, config, context)]
+
+
+def observers(config: EngineConfig) -> list[Plugin]:
+    """Return the observers that a configuration asks for."""
+    made = (step.load()(config) for step in OBSERVERS)
+    return [observer for observer in made if observer is not None]
 
 
 def inactive_problems(changed: Iterable[Setting]) -> list[Problem]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,18 @@ def own_loss_function(base: nn.Module) -> Any:
     """Return a model's loss function, also where an earlier trainer put its normaliser before it."""
     function = getattr(base, "loss_function", None)
     return getattr(function, "wrapped", function)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A loss term beside the model's own: what it adds to a micro-batch's loss, and what that is divided by."""
+
+    name: str
+    """Metric under which its value is logged."""
+    value: Callable[[Any, Mapping[str, Any]], Tensor | None]
+    """``(outputs, batch)`` to a scalar that is not divided by anything; None adds nothing."""
+    weight: Callable[[Mapping[str, Any]], Tensor | None] | None = None
+    """``(batch)`` to the weight that the value sums over; without it the term is a mean over micro-batches and ranks."""
 
 
 class TokenMean:
@@ -79,9 +92,7 @@ class TokenMean:
 
     def reduced(self, ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> float | None:
         """Return the mean over all ranks; None where it is not the model's loss. A collective."""
-        # The device's widest format: sums of many batches lose digits in float32, which is all that MPS and NPU have.
-        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-        sums = torch.tensor([self.total, self.count, float(not self.plain)], dtype=dtype, device=device)
+        sums = torch.tensor([self.total, self.count, float(not self.plain)], dtype=_widest(device), device=device)
         if ranks > 1:
             dist.all_reduce(sums, group=group)
         total, count, others = sums.tolist()
@@ -105,6 +116,9 @@ class Normaliser:
         self.group = group
         self.denominator = torch.ones((), dtype=torch.float32)
         self.micro_batches = 1
+        self.terms: list[Term] = []
+        self._weights: dict[str, Tensor] = {}  # each weighted term's denominator in this window
+        self._logged: dict[str, Tensor] = {}  # each term's scaled values since the last log
         self.evaluation: TokenMean | None = None
         """Sums up the evaluation under way."""
         self._active = False
@@ -124,16 +138,31 @@ class Normaliser:
             dist.all_reduce(count, group=self.group)
         self.denominator = count.to(torch.float32)
         self.micro_batches = max(1, len(micro_batches))
+        self._open_terms(micro_batches, device)
         return self.denominator
+
+    def _open_terms(self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        """Sum the weights of each term over micro-batches and ranks, all in one collective."""
+        weighted = [term for term in self.terms if term.weight is not None]
+        if not weighted:
+            return
+        sums = torch.zeros(len(weighted), dtype=_widest(device), device=device)
+        for at, term in enumerate(weighted):
+            for batch in micro_batches:
+                if (weight := term.weight(batch)) is not None:  # type: ignore[misc]  # the list holds no other
+                    sums[at] += weight.detach()
+        if self.ranks > 1:
+            dist.all_reduce(sums, group=self.group)
+        self._weights = {term.name: total for term, total in zip(weighted, sums.float(), strict=True)}
 
     @contextmanager
     def window_kept(self) -> Iterator[None]:
         """Put the window back that an evaluation replaces: one may run between the micro-batches of a step."""
-        window = self.denominator, self.micro_batches
+        window = self.denominator, self.micro_batches, self._weights
         try:
             yield
         finally:
-            self.denominator, self.micro_batches = window
+            self.denominator, self.micro_batches, self._weights = window
 
     def token_term(self, numerator: Tensor) -> Tensor:
         """Scale a sum over this rank's tokens, a scalar."""
@@ -163,7 +192,7 @@ class Normaliser:
         (another one where PEFT wraps it, since PEFT calls ``base.forward`` past its hooks).
         """
         base.loss_function = self._wrap(own_loss_function(base))  # type: ignore[assignment]
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def _wrap(self, cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def normalised(*args: Any, **kwargs: Any) -> Tensor:
@@ -184,19 +213,51 @@ class Normaliser:
         normalised.wrapped = cross_entropy  # type: ignore[attr-defined]
         return normalised
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Scale what the model added to the cross-entropy: its auxiliary loss is a mean, not a sum over tokens."""
+    def _after_forward(self, module: nn.Module, args: Any, batch: Mapping[str, Any], output: Any) -> Any:
+        """Scale what the model added to the cross-entropy, and add the other terms."""
         if not self._active or self._main is None or self._handed is None:
             return None
         main, handed = self._main, self._handed
         self._main = self._handed = None
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
-        if loss is handed and loss._version == self._handed_version:
-            return None
-        if self.evaluation is not None:
+        added = loss is not handed or loss._version != self._handed_version
+        if added and self.evaluation is not None:
             self.evaluation.plain = False
-        loss = main + self.mean_term(loss - main)
+        # The model's auxiliary loss is a mean, not a sum over tokens.
+        total = main + self.mean_term(loss - main) if added else main
+        if module.training:
+            for term in self.terms:
+                total = self._with_term(total, term, output, batch)
+        if total is main:
+            return None
         if isinstance(output, Mapping):
-            output["loss"] = loss  # type: ignore[index]
+            output["loss"] = total  # type: ignore[index]
             return output
-        return (loss, *output[1:])
+        return (total, *output[1:])
+
+    def _with_term(self, loss: Tensor, term: Term, output: Any, batch: Mapping[str, Any]) -> Tensor:
+        value = term.value(output, batch)
+        if value is None:
+            return loss
+        if term.weight is None:
+            value = self.mean_term(value)
+        else:
+            value = scale(value, self._weights[term.name].to(value.device), self.ranks)
+        self._logged[term.name] = self._logged.get(term.name, 0) + value.detach().float()
+        return loss + value
+
+    def term_metrics(self, steps: int, device: torch.device) -> dict[str, float]:
+        """Return each term's mean over the last optimizer steps, and begin anew. A collective where there are terms."""
+        if not self.terms:
+            return {}
+        sums = torch.stack([torch.as_tensor(self._logged.get(term.name, 0.0)).to(device) for term in self.terms])
+        self._logged = {}
+        if self.ranks > 1:
+            dist.all_reduce(sums, group=self.group)
+        means = (sums / (self.ranks * max(1, steps))).tolist()
+        return {term.name: mean for term, mean in zip(self.terms, means, strict=True)}
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """Return a device's widest format: sums of many batches lose digits in float32, all that MPS and NPU have."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32

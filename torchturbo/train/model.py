@@ -113,6 +113,15 @@ def pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
+def empty_model(arguments: ModelArguments, config: Any) -> Any:
+    """Return the model without weights, on the meta device; None where its code can't be built there."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)
+    except Exception:  # whatever code of its own a model runs; reading its weights will tell what is wrong with it
+        return None
+
+
 def load_model(arguments: ModelArguments, config: Any) -> Any:
     """Read the weights, in fp32: trainable parameters are held so whatever the checkpoint's format."""
     kwargs: dict[str, Any] = {"config": config, "dtype": torch.float32, "revision": arguments.model_revision}

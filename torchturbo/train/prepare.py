@@ -13,15 +13,19 @@ from transformers import TrainingArguments, get_scheduler
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, taken_over
-from torchturbo.adapters.hf_trainer import resume_flag
+from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
-from torchturbo.checkpoint.resume import allowed_changes, checkpoints, find_checkpoint, resume_problems
+from torchturbo.checkpoint.resume import allowed_changes, checkpoints, find_checkpoint, resume_flag, resume_problems
 from torchturbo.engine.config import EngineConfig
+from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
+from torchturbo.plugins.contract import Plugin, Run
+from torchturbo.plugins.load import load_plugins
 from torchturbo.runtime import Runtime, current_runtime
 from torchturbo.train.arguments import (
     CURVE_POINTS,
@@ -33,7 +37,7 @@ from torchturbo.train.arguments import (
 from torchturbo.train.batches import pack
 from torchturbo.train.commandline import Command
 from torchturbo.train.examples import Encoder, Example, Examples, Tally
-from torchturbo.train.model import folder_problem, load_config, load_tokenizer, missing_folder
+from torchturbo.train.model import empty_model, folder_problem, load_config, load_tokenizer, missing_folder
 from torchturbo.train.rows import Row, SourceFile, path_problem, read_files
 
 log = get_logger(__name__)
@@ -57,6 +61,7 @@ class Job:
     files: list[SourceFile] = field(default_factory=list)
     resume: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    plugins: list[Plugin] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -88,6 +93,7 @@ def prepare(command: Command) -> Job:
     with together("reading the model's configuration"):
         job.model_config = load_config(job.model_arguments)
         job.tokenizer = load_tokenizer(job.model_arguments)
+        _check_model(job)
     with together("reading the dataset"):
         _encode(job, rows, eval_rows)
     if "logging_steps" not in parsed.training:
@@ -140,9 +146,22 @@ def _check(
     for problem in (base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size)):
         if problem is not None:
             problems.append(problem)
+    plugins, wrong = load_plugins(config, TurboTrainer.turbo_framework)
+    problems += wrong
     if problems or isinstance(plan, Problem):
         raise ConfigError(problems)
-    return Job(config, model, data, training, runtime, plan, files=files, resume=resume), rows, eval_rows
+    job = Job(config, model, data, training, runtime, plan, files=files, resume=resume, plugins=plugins)
+    return job, rows, eval_rows
+
+
+def _check_model(job: Job) -> None:
+    """Ask every step of the engine whether it can work on this model, made on the meta device: no weight is read."""
+    training = job.training
+    run = Run(job.config, job.runtime, training.world_size, training.process_index, job.output_dir)
+    context = Context(job.runtime, training.world_size, training.process_index, hooks=Hooks(run, job.plugins))
+    model = empty_model(job.model_arguments, job.model_config)
+    if model is not None and (problems := Engine(job.config, context).problems(model)):
+        raise ConfigError(problems)
 
 
 def path_problems(parsed: Parsed) -> list[Problem]:

@@ -154,6 +154,7 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
         data_collator=Collator(pad_token_id(job.tokenizer)),
         callbacks=list(callbacks),
         turbo_config=job.config,
+        turbo_plugins=job.plugins,
     )
     trainer.turbo_facts = job.facts
     trainer.remove_callback(PrinterCallback)

@@ -1,18 +1,33 @@
-"""Step: losses. The model's token cross-entropy goes through the one normaliser."""
+"""Step: losses. The model's token cross-entropy and the plugins' terms go through the one normaliser."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torchturbo.engine.hooks import Hooks, name_of
 from torchturbo.engine.model import base_model
-from torchturbo.objectives.normalise import Normaliser, own_loss_function
+from torchturbo.errors import Problem
+from torchturbo.objectives.normalise import Normaliser, Term, own_loss_function
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.engine import Context
+    from torchturbo.plugins.contract import Plugin
+
+
+def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
+    """Return a problem for each plugin whose loss term the model's loss has no place for."""
+    if computes_causal_cross_entropy(base := base_model(model)):
+        return []
+    message = f"{type(base).__name__} computes a loss of its own, which takes no further term"
+    return [
+        Problem("", f"plugin {name_of(plugin)}", message, "use the plugin with a causal language model")
+        for plugin in context.hooks.overriding("loss_term")
+    ]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
@@ -23,7 +38,21 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     base = base_model(model)
     if computes_causal_cross_entropy(base):
         context.normaliser = Normaliser(ranks=context.world_size)
+        context.normaliser.terms += [term_of(plugin, context.hooks) for plugin in context.hooks.overriding("loss_term")]
         context.normaliser.install(model, base)
+
+
+def term_of(plugin: Plugin, hooks: Hooks) -> Term:
+    """Return a plugin's loss term as the normaliser takes it."""
+
+    def value(outputs: Any, batch: Mapping[str, Any]) -> Any:
+        return hooks.call_one(plugin, "loss_term", outputs, batch)
+
+    def weight(batch: Mapping[str, Any]) -> Any:
+        return hooks.call_one(plugin, "loss_weight", batch)
+
+    weighted = plugin in hooks.overriding("loss_weight")
+    return Term(name_of(plugin), value, weight if weighted else None)
 
 
 def computes_causal_cross_entropy(base: nn.Module) -> bool:

@@ -1,0 +1,164 @@
+"""Checkpoints under Hugging Face's Trainer: compared on resume, staged, recorded, and renamed when they are whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers.trainer_utils import rotate_checkpoints
+
+from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
+from torchturbo.checkpoint.record import read_facts, run_facts, write_record
+from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_flag, resume_problems
+from torchturbo.errors import ConfigError, Problem
+from torchturbo.logging import get_logger
+from torchturbo.parallel.agree import together
+
+if TYPE_CHECKING:
+    from torchturbo.engine.engine import Engine
+
+log = get_logger(__name__)
+
+OPTIMIZER_ARGUMENTS = {
+    "weight_decay": "weight_decay",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+}
+"""Training arguments that a loaded optimizer state brings back, and the option of a parameter group each becomes."""
+
+
+class CheckpointMixin:
+    """What :class:`torchturbo.adapters.hf_trainer.TurboMixin` does about checkpoints."""
+
+    turbo: Engine
+    turbo_facts: Mapping[str, Any] = {}
+    """What a resumed run must share with this one beyond its training arguments, by name."""
+
+    if TYPE_CHECKING:  # Trainer's own attributes, which its constructor sets
+        args: Any
+        model: Any
+        state: Any
+        optimizer: Any
+        lr_scheduler: Any
+
+    _staged: Path | None = None
+    _allowed: Mapping[str, Any] = {}
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; a checkpoint to resume from is compared with this run first."""
+        if resume_from_checkpoint:
+            with together("comparing with the checkpoint"):
+                resume_from_checkpoint = str(self._checkpoint(resume_from_checkpoint))
+        if self.args.should_save:
+            clear_staging(Path(self.args.output_dir))
+        with self.turbo.context.hooks.ending():
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _checkpoint(self, wanted: str | bool) -> Path:
+        """Return the checkpoint to resume from, after comparing it with this run."""
+        folder = find_checkpoint(wanted, Path(self.args.output_dir), "resume_from_checkpoint")
+        if isinstance(folder, Problem):
+            raise ConfigError([folder])
+        self._compare_with(folder)
+        return folder
+
+    def _compare_with(self, folder: Path) -> None:
+        if not has_record(folder):
+            log.warning_rank0("%s does not say how it was made: resuming without comparing", folder)
+            return
+        problems, allowed = resume_problems(folder, self.turbo.config, self.turbo_run(), resume_flag())
+        if problems:
+            raise ConfigError(problems)
+        self._allowed = {name: (read_facts(folder) or {}).get(name) for name in allowed}
+        for name in allowed:
+            log.warning_rank0("resuming with another %s than the checkpoint's, as allowed", name)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        made = [dict(group) for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        for name in self._allowed.keys() & OPTIMIZER_ARGUMENTS.keys():
+            option = OPTIMIZER_ARGUMENTS[name]
+            for group, wanted in zip(self.optimizer.param_groups, made, strict=True):
+                group |= {option: wanted[option]} if option in wanted else {}
+        if before := self._allowed.get("learning_rate"):
+            # The loaded optimizer and scheduler bring the old rate; whoever allowed another one wants it to hold.
+            ratio = self.args.learning_rate / before
+            for group in self.optimizer.param_groups:
+                group |= {name: group[name] * ratio for name in ("lr", "initial_lr") if name in group}
+            self.lr_scheduler.base_lrs = [rate * ratio for rate in self.lr_scheduler.base_lrs]
+            self.lr_scheduler._last_lr = [rate * ratio for rate in self.lr_scheduler.get_last_lr()]
+        if checkpoint is not None:
+            self.turbo.context.hooks.call("load_checkpoint", Path(checkpoint))
+
+    def turbo_run(self) -> dict[str, Any]:
+        """Return the facts of this run that its record holds."""
+        return run_facts(self.args, self.turbo.context.world_size, self.turbo_facts)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model with the key-value cache it came with: training goes without, generating should not."""
+        with self.turbo.cache_as_found(self.model):
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return super()._get_output_dir(trial) if self._staged is None else str(self._staged)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Write a checkpoint beside its place and rename it when it is whole, on every rank's behalf.
+
+        Trainer asks :meth:`_get_output_dir` where to write, so it writes into the staging folder; what it derives
+        from that folder (the best checkpoint's path, the rotation) is put right afterwards.
+        """
+        hooks = self.turbo.context.hooks
+        with hooks.aside():
+            if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+                hooks.call("save_checkpoint", folder)
+                if self.args.should_save:
+                    write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
+            else:
+                self._save_staged(model, trial)
+
+    def _save_staged(self, model: Any, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        staged = staging_folder(run_dir)
+        self._staged = staged
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            self.turbo.context.hooks.call("save_checkpoint", staged / name)
+        except BaseException:
+            shutil.rmtree(staged / name, ignore_errors=True)
+            raise
+        finally:
+            self._staged = None
+        self._correct_best(staged, run_dir)
+        _barrier()
+        if self.args.should_save:
+            self._publish(staged / name, run_dir / name)
+        _barrier()
+
+    def _correct_best(self, staged: Path, run_dir: Path) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == staged:
+            self.state.best_model_checkpoint = str(run_dir / Path(best).name)
+
+    def _publish(self, staged: Path, folder: Path) -> None:
+        self.state.save_to_json(str(staged / "trainer_state.json"))
+        write_record(staged, self.turbo.config, self.turbo_run(), self.state.global_step)
+        publish_folder(staged, folder)
+        rotate_checkpoints(
+            output_dir=str(folder.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _barrier() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()

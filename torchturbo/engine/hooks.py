@@ -1,0 +1,112 @@
+"""Calls the hooks of plugins and observers in order, and says whose hook failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchturbo.logging import get_logger
+from torchturbo.plugins.contract import Plugin
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.engine.engine import Context
+    from torchturbo.plugins.contract import Run
+
+log = get_logger(__name__)
+
+
+class PluginError(Exception):
+    """A hook of a plugin failed; the cause is chained."""
+
+
+class Hooks:
+    """The plugins of one run, in order, and the run they look at.
+
+    Parameters
+    ----------
+    run
+        What the hooks see; None for a model that is prepared outside a run, which calls no hooks.
+    plugins
+        The user's first, in the order given, then the engine's own observers.
+
+    """
+
+    def __init__(self, run: Run | None = None, plugins: Sequence[Plugin] = ()) -> None:
+        self.run = run
+        self.plugins = tuple(plugins)
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of every plugin.
+
+        Raises
+        ------
+        PluginError
+            If one fails.
+
+        """
+        for plugin in self.plugins:
+            self.call_one(plugin, hook, *args)
+
+    def call_one(self, plugin: Plugin, hook: str, *args: Any) -> Any:
+        """Call a hook of one plugin and return what it returned; see :meth:`call`."""
+        try:
+            return getattr(plugin, hook)(*args, self.run)
+        except Exception as error:
+            raise PluginError(f"plugin {name_of(plugin)}: {hook}: {type(error).__name__}: {error}") from error
+
+    def overriding(self, hook: str) -> list[Plugin]:
+        """Return the plugins that have a hook of their own."""
+        return [plugin for plugin in self.plugins if getattr(type(plugin), hook) is not getattr(Plugin, hook)]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Tell the plugins that the loop leaves training for this block."""
+        self.call("paused")
+        yield
+        self.call("resumed")
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Tell every plugin once that the run is over, when this block is left, however it is left."""
+        try:
+            yield
+        except BaseException:
+            for error in self._end():  # the error that ended the run is the one to be seen
+                log.warning("%s", error)
+            raise
+        if errors := self._end():
+            raise errors[0]
+
+    def _end(self) -> list[PluginError]:
+        errors = []
+        for plugin in self.plugins:
+            try:
+                self.call_one(plugin, "end")
+            except PluginError as error:
+                errors.append(error)
+        return errors
+
+
+def name_of(plugin: Plugin) -> str:
+    """Return how messages call a plugin."""
+    return plugin.name or type(plugin).__name__
+
+
+def model_built(model: nn.Module, config: EngineConfig, context: Context) -> None:
+    """Step: plugins see the model as it was loaded."""
+    _tell("model_built", model, context)
+
+
+def before_shard(model: nn.Module, config: EngineConfig, context: Context) -> None:
+    """Step: plugins see the model while its parameters are whole."""
+    _tell("before_shard", model, context)
+
+
+def _tell(hook: str, model: nn.Module, context: Context) -> None:
+    if context.hooks.run is not None:
+        context.hooks.run.model = model
+        context.hooks.call(hook, model)

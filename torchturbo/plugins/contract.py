@@ -1,0 +1,172 @@
+"""The plugin contract: the hooks, in the order in which a run comes by them, and what a hook may look at.
+
+A plugin file registers one class or several::
+
+    from torchturbo.plugins import Plugin, register
+
+    @register()
+    class Shout(Plugin):
+        def step_end(self, run):
+            print("step", run.step)
+
+The engine's own observers (profiler, memory snapshot, utilisation) are plugins too. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.runtime import Runtime
+
+FRAMEWORKS = ("hf_trainer", "llama_factory")
+"""Names by which a plugin can ask for one framework."""
+
+
+@dataclass
+class Run:
+    """What a hook may look at: one training run on one rank."""
+
+    config: EngineConfig
+    """The effective configuration."""
+    runtime: Runtime
+    """The device this rank computes on."""
+    world_size: int = 1
+    rank: int = 0
+    output_dir: Path = field(default_factory=Path)
+    framework: str = FRAMEWORKS[0]
+    """One of :data:`FRAMEWORKS`."""
+    trainer: Any = None
+    """The framework's own trainer; what it offers differs between frameworks and their versions."""
+    model: Any = None
+    """The model that is trained, not wrapped for distribution; None until it is built."""
+    step: int = 0
+    """Optimizer steps that are finished, those before a resume included."""
+
+
+class Plugin:
+    """Base of every plugin; each hook does nothing unless it is overridden.
+
+    Hooks are called on every rank, at the same place of the run, plugins in the order in which they were given. A
+    hook that talks to other ranks must do so on all of them. An exception ends the run and names plugin and hook.
+
+    Parameters
+    ----------
+    settings
+        The plugin's own configuration file as one mapping, checked and completed by ``settings_schema``; None where
+        none was given.
+
+    """
+
+    name: ClassVar[str] = ""
+    """How messages call the plugin; the class's name where it is empty."""
+    settings_schema: ClassVar[Mapping[str, Any] | None] = None
+    """JSON Schema (draft 2020-12) of the configuration file; without one anything is handed on as it is."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        self.settings = settings
+
+    # ---- once, while the run is set up ----
+
+    def model_built(self, model: nn.Module, run: Run) -> None:
+        """The model is there with its weights, and the engine has not touched it."""
+
+    def before_shard(self, model: nn.Module, run: Run) -> None:
+        """Every step but the sharding is done: the last moment at which parameters are whole on every rank."""
+
+    def optimizer_built(self, optimizer: Optimizer, run: Run) -> None:
+        """The optimizer is there, its schedule is not: groups and rates can still be changed."""
+
+    def load_checkpoint(self, folder: Path, run: Run) -> None:
+        """A run is resumed: read back what :meth:`save_checkpoint` wrote into the folder."""
+
+    # ---- each optimizer step ----
+
+    def step_begin(self, micro_batches: Sequence[Mapping[str, Any]], run: Run) -> None:
+        """An optimizer step begins; these are the rank's micro-batches, on the device; an epoch's end may leave none."""
+
+    def loss_weight(self, batch: Mapping[str, Any], run: Run) -> Tensor | None:
+        """Return a micro-batch's weight in :meth:`loss_term`, a scalar tensor: the number of tokens it sums over.
+
+        Weights are summed over the accumulation window and over all ranks; the term is divided by that sum. A plugin
+        that does not override this has a term that is a mean over micro-batches and ranks.
+        """
+        return None
+
+    def loss_term(self, outputs: Any, batch: Mapping[str, Any], run: Run) -> Tensor | None:
+        """Return what to add to the loss of a micro-batch, a scalar tensor with its graph, not divided by anything.
+
+        Parameters
+        ----------
+        outputs
+            What the model returned; ``logits`` [B, T, V] is None where the loss is computed in chunks.
+        batch
+            What the model was called with: ``input_ids`` [B, T], ``labels`` [B, T], and more.
+
+        """
+        return None
+
+    def step_end(self, run: Run) -> None:
+        """An optimizer step is done; ``run.step`` counts it already."""
+
+    # ---- now and then ----
+
+    def log(self, metrics: dict[str, float], run: Run) -> None:
+        """Training metrics are about to be logged, also to TensorBoard and the like: add to them, or read them."""
+
+    def paused(self, run: Run) -> None:
+        """The loop leaves training, to evaluate or to save."""
+
+    def resumed(self, run: Run) -> None:
+        """The loop is back in training."""
+
+    def save_checkpoint(self, folder: Path, run: Run) -> None:
+        """A checkpoint is being written: put into its folder what a resumed run needs.
+
+        The folder gets its final name when every rank is done with it, so nothing half-written is ever resumed.
+        Ranks share the folder: each uses file names of its own, or only rank 0 writes.
+        """
+
+    def end(self, run: Run) -> None:
+        """The run is over, also after an error or Ctrl-C; called once, of every plugin."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A plugin class and the framework that it is for."""
+
+    plugin: type[Plugin]
+    framework: str | None
+    """One of :data:`FRAMEWORKS`; None for any."""
+
+
+REGISTERED: list[Registration] = []
+"""What the plugin file that is being imported has registered so far."""
+
+P = TypeVar("P", bound=type[Plugin])
+
+
+def register(framework: str | None = None) -> Callable[[P], P]:
+    """Register a plugin class, for one framework or for any.
+
+    Raises
+    ------
+    ValueError
+        If there is no such framework.
+
+    """
+    if framework is not None and framework not in FRAMEWORKS:
+        raise ValueError(f"{framework!r} is no framework; expected one of {', '.join(FRAMEWORKS)}")
+
+    def keep(plugin: P) -> P:
+        REGISTERED.append(Registration(plugin, framework))
+        return plugin
+
+    return keep
