@@ -150,7 +150,25 @@ class MFUConfig(FrozenValues):
 
     enabled: bool = False
     """Log MFU and HFU beside the loss."""
-    card: Literal["910b", "910c", "h20", "h100", "h200", "a100"] | None = None
+    card: (
+        Literal[
+            "910b",
+            "910c",
+            "h20",
+            "h100",
+            "h200",
+            "a100",
+            "910b1",
+            "910b3",
+            "910b4",
+            "h100-pcie",
+            "h100-nvl",
+            "h200-nvl",
+            "b200",
+            "gb200",
+        ]
+        | None
+    ) = None
     """Chip family whose peak throughput is the denominator: a row of the peak table."""
 
 

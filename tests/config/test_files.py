@@ -142,7 +142,8 @@ WRONG: list[tuple[str, list[str]]] = [
     (
         "mfu: {card: ▁, enabled: 2}",
         [
-            '1:13: mfu.card: expected one of 910b, 910c, h20, h100, h200, a100, null, got string "▁"',
+            "1:13: mfu.card: expected one of 910b, 910c, h20, h100, h200, a100, 910b1, 91"
+            '0b3, 910b4, h100-pcie, h100-nvl, h200-nvl, b200, gb200, null, got string "▁"',
             "1:25: mfu.enabled: expected boolean, got integer 2; write true or false",
         ],
     ),

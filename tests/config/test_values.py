@@ -56,7 +56,10 @@ def test_a_scalar_is_read_by_its_keys_type(key: str, text: str, value: Any) -> N
 
 
 INTEGER, NUMBER, BOOLEAN = "expected integer or null, got", "expected number, got", "expected boolean, got"
-CARDS = "expected one of 910b, 910c, h20, h100, h200, a100, null, got"
+CARDS = (
+    "expected one of 910b, 910c, h20, h100, h200, a100, 910b1, 910b3, 910b4, h100-pcie, h100-nvl, h200-nvl, b200, "
+    "gb200, null, got"
+)
 WRONG: list[tuple[str, str, str]] = [
     ("gbs", "010", f'{INTEGER} string "010"; write 10, or 0o10 for an octal number'),
     ("gbs", "08", f'{INTEGER} string "08"; write 8'),
@@ -116,7 +119,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("mtp.enabled", "treu", f'{BOOLEAN} string "treu"; did you mean true?'),
     ("mtp.enabled", "", f"{BOOLEAN} null; write true or false, or leave it out for its default"),
     ("mtp.enabled", "null", f"{BOOLEAN} null; write true or false, or leave it out for its default"),
-    (CARD, "910", f'{CARDS} string "910"; did you mean 910b or 910c?'),
+    (CARD, "910", f'{CARDS} string "910"; did you mean 910b or 910c or 910b1 or 910b3?'),
     (CARD, "on", f'{CARDS} string "on"'),
     (CARD, "2026-01-01", f'{CARDS} string "2026-01-01"'),
     (CARD, "H100", f'{CARDS} string "H100"; did you mean h100?'),
@@ -213,7 +216,7 @@ def test_an_empty_variable_counts_as_unset(name: str, text: str) -> None:
         ("TORCH_TURBO_SP_SIZE", "nan", "expected integer, got nan"),
         ("TORCH_TURBO_SP_SIZE", "0", "expected at least 1, got 0"),
         ("TORCH_TURBO_BACKEND", "fsdp1", 'expected fsdp2, got "fsdp1"; did you mean fsdp2?'),
-        ("TORCH_TURBO_CARD_NAME", "910", f'{CARDS} "910"; did you mean 910b or 910c?'),
+        ("TORCH_TURBO_CARD_NAME", "910", f'{CARDS} "910"; did you mean 910b or 910c or 910b1 or 910b3?'),
     ],
 )
 def test_a_wrong_variable_is_an_error(name: str, text: str, error: str) -> None:

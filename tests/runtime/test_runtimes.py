@@ -1,29 +1,44 @@
-"""Device runtimes: each keeps the protocol, and the right one is chosen."""
+"""Device runtimes: each keeps the protocol, and the right one is chosen.
+
+The CUDA runtime is held against torch.cuda with its functions replaced, and on a real device where there is one. The
+NPU runtime is held against a stand-in for the documented surface of ``torch_npu``: no such device was at hand.
+"""
 
 from __future__ import annotations
 
+import json
+import pickle
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 
-from torchturbo.runtime import Runtime, current_runtime
+from torchturbo.observe.peaks import CARDS
+from torchturbo.runtime import Memory, Runtime, current_runtime
+from torchturbo.runtime import cpu as cpu_module
 from torchturbo.runtime.base import RUNTIMES
+from torchturbo.runtime.cpu import CpuRuntime
 from torchturbo.runtime.cuda import CudaRuntime
 from torchturbo.runtime.npu import NpuRuntime
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_each_runtime_has_all_of_the_protocol(name: str) -> None:
     """The engine asks nothing else of a device."""
     runtime = import_module(name).RUNTIME
-    methods = [method for method in vars(Runtime) if not method.startswith("_")]
+    methods = [method for method, value in vars(Runtime).items() if not method.startswith("_") and callable(value)]
 
+    assert len(methods) > 10
     assert all(callable(getattr(runtime, method)) for method in methods)
-    assert all(isinstance(getattr(runtime, attribute), str) for attribute in get_type_hints(Runtime))
+    assert all(hasattr(runtime, attribute) for attribute in get_type_hints(Runtime))
+    assert runtime.default_card is None or runtime.default_card in CARDS
 
 
 def test_the_cpu_is_always_there() -> None:
@@ -32,8 +47,45 @@ def test_the_cpu_is_always_there() -> None:
 
     assert (runtime.device_type, runtime.distributed_backend, runtime.available()) == ("cpu", "gloo", True)
     assert "threads" in runtime.device_name()
+    assert runtime.device_count() == 1
     assert runtime.supports_bf16()
     assert (runtime.peak_memory() or 0) > 10_000_000
+    assert not runtime.reset_peak_memory()
+    assert runtime.profiler_activities() == ("CPU",)
+    assert runtime.deterministic_environment() == {}
+
+
+def test_the_cpus_memory_is_the_processs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """100 MB more are 100 MB more; without /proc nothing is known, and nothing is made up."""
+    before = CpuRuntime().memory()
+    held = torch.ones(25_000_000)
+    after = CpuRuntime().memory()
+
+    assert before is not None and after is not None
+    assert after.allocated - before.allocated == pytest.approx(held.nbytes, rel=0.1)
+    assert after.peak_reserved >= after.reserved
+    monkeypatch.setattr(cpu_module, "STATUS", tmp_path / "none")
+    assert CpuRuntime().memory() is None
+
+
+def test_the_cpu_says_that_its_allocator_has_no_history(tmp_path: Path) -> None:
+    """Who asks for it anyway made a mistake."""
+    assert not CpuRuntime().records_memory
+    for ask in (lambda: CpuRuntime().record_memory(1), lambda: CpuRuntime().dump_memory(tmp_path / "x")):
+        with pytest.raises(RuntimeError, match="records no history"):
+            ask()
+
+
+def test_the_cpus_profiler_writes_a_trace(tmp_path: Path) -> None:
+    """Of the operators that ran between start and stop."""
+    profiler = CpuRuntime().profiler()
+    profiler.start()
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    profiler.stop()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+
+    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert "aten::mm" in names
 
 
 def test_an_accelerator_wins_unless_the_cpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,24 +101,136 @@ def test_cuda_says_what_determinism_needs() -> None:
     assert CudaRuntime().deterministic_environment() == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def test_npu_against_the_documented_surface_of_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for torch_npu: no such device was at hand."""
+def test_cuda_asks_torch_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each figure from the function that has it."""
+    calls: list[tuple[str, Any]] = []
+    figures = {
+        "memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 3, "max_memory_reserved": 4,
+        "device_count": 8, "get_device_name": "NVIDIA H200", "is_available": True,
+    }  # fmt: skip
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append((name, None)))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **asked: calls.append(("record", asked)))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
+    runtime = CudaRuntime()
+
+    assert (runtime.available(), runtime.device_count(), runtime.device_name()) == (True, 8, "NVIDIA H200")
+    assert runtime.supports_bf16()
+    assert runtime.memory() == Memory(1, 2, 3, 4)
+    assert runtime.peak_memory() == 4
+    runtime.synchronize()
+    assert runtime.reset_peak_memory()
+    runtime.record_memory(50)
+    runtime.dump_memory(tmp_path / "a.pickle")
+    runtime.record_memory(None)
+    assert calls == [
+        ("synchronize", None), ("reset_peak_memory_stats", None), ("record", {"max_entries": 50}),
+        ("dump", str(tmp_path / "a.pickle")), ("record", {"enabled": None}),
+    ]  # fmt: skip
+    assert runtime.profiler_activities() == ("CPU", "CUDA")
+
+
+@gpu
+@needs_gpu
+def test_a_real_cuda_device(tmp_path: Path) -> None:
+    """Memory that is taken shows, in the figures and in the snapshot; kernels show in the trace."""
+    runtime = CudaRuntime()
+    runtime.record_memory(1000)
+    runtime.reset_peak_memory()
+    before = runtime.memory()
+    profiler = runtime.profiler()
+    profiler.start()
+    held = torch.ones(1024, 1024, device="cuda")
+    held @ held
+    runtime.synchronize()
+    profiler.stop()
+    after = runtime.memory()
+    runtime.dump_memory(tmp_path / "snapshot.pickle")
+    runtime.record_memory(None)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+
+    assert before is not None and after is not None
+    assert after.peak_allocated - before.allocated >= 2 * held.nbytes
+    assert pickle.loads((tmp_path / "snapshot.pickle").read_bytes())["segments"]
+    assert any(
+        event.get("cat") == "kernel" for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    )
+
+
+class StandInProfile:
+    """What torch_npu.profiler.profile documents: start, stop, export_chrome_trace; no key_averages."""
+
+    def __init__(self, activities: list[str]) -> None:
+        self.activities = activities
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> None:
+        """End."""
+
+    def export_chrome_trace(self, path: str) -> None:
+        """Write."""
+        Path(path).write_text(json.dumps({"traceEvents": []}))
+
+
+@pytest.fixture
+def torch_npu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Install a stand-in for torch_npu and return the list of calls that it gets."""
+    calls: list[Any] = []
     surface: Any = SimpleNamespace(
         is_available=lambda: True,
+        device_count=lambda: 16,
         get_device_name=lambda: "Ascend910B2",
         is_bf16_supported=lambda: True,
-        max_memory_reserved=lambda: 7,
+        memory_allocated=lambda: 5,
+        memory_reserved=lambda: 6,
+        max_memory_allocated=lambda: 7,
+        max_memory_reserved=lambda: 8,
+        reset_peak_memory_stats=lambda: calls.append("reset"),
+        synchronize=lambda: calls.append("synchronize"),
+        memory=SimpleNamespace(_record_memory_history=lambda **asked: calls.append(asked), _dump_snapshot=calls.append),
     )
-    module = ModuleType("torch_npu")
-    module.__spec__ = SimpleNamespace(name="torch_npu")  # type: ignore[assignment]
+    module: Any = ModuleType("torch_npu")
+    module.__spec__ = SimpleNamespace(name="torch_npu")
+    module.npu = surface
+    module.profiler = SimpleNamespace(
+        profile=StandInProfile, ProfilerActivity=SimpleNamespace(CPU="cpu activity", NPU="npu activity")
+    )
     monkeypatch.setitem(sys.modules, "torch_npu", module)
     monkeypatch.setattr(torch, "npu", surface, raising=False)
+    return calls
+
+
+def test_npu_against_the_documented_surface_of_torch_npu(torch_npu: list[Any], tmp_path: Path) -> None:
+    """Each figure from the function that is documented for it."""
     runtime = NpuRuntime()
 
-    assert (runtime.available(), runtime.device_name(), runtime.supports_bf16(), runtime.peak_memory()) == (
-        True, "Ascend910B2", True, 7,
+    assert (runtime.available(), runtime.device_count(), runtime.device_name()) == (True, 16, "Ascend910B2")
+    assert runtime.supports_bf16()
+    assert runtime.memory() == Memory(5, 6, 7, 8)
+    assert runtime.peak_memory() == 8
+    assert (runtime.distributed_backend, runtime.deterministic_environment()) == (
+        "hccl", {"HCCL_DETERMINISTIC": "true"},
     )  # fmt: skip
-    assert runtime.distributed_backend == "hccl"
+    runtime.synchronize()
+    assert runtime.reset_peak_memory()
+    runtime.record_memory(9)
+    runtime.dump_memory(tmp_path / "a.pickle")
+    runtime.record_memory(None)
+    assert torch_npu == ["synchronize", "reset", {"max_entries": 9}, str(tmp_path / "a.pickle"), {"enabled": None}]
+
+
+def test_npus_profiler_is_torch_npus_own(torch_npu: list[Any], tmp_path: Path) -> None:
+    """With its own names of the activities."""
+    profiler: Any = NpuRuntime().profiler()
+
+    assert profiler.activities == ["cpu activity", "npu activity"]
+    profiler.export_chrome_trace(str(tmp_path / "t.json"))
+    assert json.loads((tmp_path / "t.json").read_text()) == {"traceEvents": []}
 
 
 def test_npu_is_absent_without_torch_npu() -> None:

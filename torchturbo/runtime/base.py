@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+
+class Memory(NamedTuple):
+    """Bytes of device memory that this process holds."""
+
+    allocated: int
+    """In tensors; on the CPU, where torch keeps no count, the resident set of the whole process."""
+    reserved: int
+    """Taken from the device, the allocator's free blocks included."""
+    peak_allocated: int
+    peak_reserved: int
+    """The most there was since :meth:`Runtime.reset_peak_memory`, or since the start."""
+
+
+class Profiler(AbstractContextManager["Profiler"], Protocol):
+    """A profiler of one stretch of a run, as torch's and torch_npu's both are."""
+
+    def start(self) -> None:
+        """Begin to record."""
+        ...
+
+    def stop(self) -> None:
+        """Stop recording."""
+        ...
+
+    def export_chrome_trace(self, path: str) -> object:
+        """Write what was recorded as a Chrome trace (JSON)."""
+        ...
 
 
 class Runtime(Protocol):
@@ -13,13 +43,21 @@ class Runtime(Protocol):
     """torch's name of the device type: ``cpu``, ``cuda``, ``npu``."""
     distributed_backend: str
     """torch.distributed's backend for it: ``gloo``, ``nccl``, ``hccl``."""
+    default_card: str | None
+    """Row of the peak table (:mod:`torchturbo.observe.peaks`) assumed for a device without one; None: no peak at all."""
+    records_memory: bool
+    """Whether the device's allocator records its own history (:meth:`record_memory`)."""
 
     def available(self) -> bool:
         """Return whether this process can use such a device."""
         ...
 
+    def device_count(self) -> int:
+        """Return how many of them this process sees."""
+        ...
+
     def device_name(self) -> str:
-        """Return the device's own name, for people."""
+        """Return the device's own name, for people and for the peak table."""
         ...
 
     def supports_bf16(self) -> bool:
@@ -30,8 +68,39 @@ class Runtime(Protocol):
         """Return the variables that deterministic algorithms need here, with the value to use where they are unset."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        ...
+
+    def memory(self) -> Memory | None:
+        """Return what this process holds on the device, or None where that is not known."""
+        ...
+
     def peak_memory(self) -> int | None:
         """Return the most bytes this process has held on the device, or None where that is not known."""
+        ...
+
+    def reset_peak_memory(self) -> bool:
+        """Let the peaks start anew; return whether that is possible here."""
+        ...
+
+    def record_memory(self, entries: int | None) -> None:
+        """Record each allocation with its stack, the newest ``entries`` of them; None stops and forgets.
+
+        Only where :attr:`records_memory` is true.
+        """
+        ...
+
+    def dump_memory(self, path: Path) -> None:
+        """Write what was recorded as a pickle for https://pytorch.org/memory_viz."""
+        ...
+
+    def profiler_activities(self) -> tuple[str, ...]:
+        """Return the activities that a profile records, by the names of the profiler's ``ProfilerActivity``."""
+        ...
+
+    def profiler(self) -> Profiler:
+        """Return a new profiler of all activities, not started."""
         ...
 
 

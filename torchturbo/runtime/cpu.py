@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchturbo.runtime.base import Memory
+
+if TYPE_CHECKING:
+    from torchturbo.runtime.base import Profiler
+
+STATUS = Path("/proc/self/status")
 
 
 class CpuRuntime:
@@ -11,10 +20,16 @@ class CpuRuntime:
 
     device_type = "cpu"
     distributed_backend = "gloo"
+    default_card: str | None = None
+    records_memory = False
 
     def available(self) -> bool:
         """Return True: there is always a CPU."""
         return True
+
+    def device_count(self) -> int:
+        """Return 1: torch sees all cores as one device."""
+        return 1
 
     def device_name(self) -> str:
         """Return the architecture and the number of threads torch computes with."""
@@ -30,6 +45,21 @@ class CpuRuntime:
         """Return nothing: torch's CPU kernels read no variable."""
         return {}
 
+    def synchronize(self) -> None:
+        """Return at once: torch computes on the CPU while the caller waits."""
+
+    def memory(self) -> Memory | None:
+        """Return the resident set of this process and its peak, for both kinds; None where there is no ``/proc``."""
+        try:
+            lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            return None
+        fields = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
+        if not {"VmRSS", "VmHWM"} <= fields.keys():
+            return None
+        now, peak = (int(fields[name][0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return Memory(now, now, peak, peak)
+
     def peak_memory(self) -> int | None:
         """Return the peak resident set of this process in bytes."""
         try:
@@ -38,6 +68,28 @@ class CpuRuntime:
             return None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS
+
+    def reset_peak_memory(self) -> bool:
+        """Return False: an ordinary process can't reset the operating system's count."""
+        return False
+
+    def record_memory(self, entries: int | None) -> None:
+        """Raise: the CPU's allocator keeps no history; :mod:`torchturbo.observe.tracker` counts tensors instead."""
+        raise RuntimeError("the CPU's allocator records no history")
+
+    def dump_memory(self, path: Path) -> None:
+        """Raise, see :meth:`record_memory`."""
+        raise RuntimeError("the CPU's allocator records no history")
+
+    def profiler_activities(self) -> tuple[str, ...]:
+        """Return the host's operators alone."""
+        return ("CPU",)
+
+    def profiler(self) -> Profiler:
+        """Return torch's profiler."""
+        from torch.profiler import ProfilerActivity, profile
+
+        return profile(activities=[getattr(ProfilerActivity, name) for name in self.profiler_activities()])
 
 
 RUNTIME = CpuRuntime()

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchturbo.runtime.base import Memory
+
+if TYPE_CHECKING:
+    from torchturbo.runtime.base import Profiler
+
 
 class CudaRuntime:
     """An NVIDIA GPU."""
 
     device_type = "cuda"
     distributed_backend = "nccl"
+    default_card: str | None = "h20"
+    records_memory = True
 
     def available(self) -> bool:
         """Return whether torch sees a CUDA device."""
         import torch
 
         return torch.cuda.is_available()
+
+    def device_count(self) -> int:
+        """Return how many devices torch sees."""
+        import torch
+
+        return torch.cuda.device_count()
 
     def device_name(self) -> str:
         """Return the current device's marketing name."""
@@ -34,11 +50,63 @@ class CudaRuntime:
         """
         return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
+    def synchronize(self) -> None:
+        """Wait for every stream of the current device."""
+        import torch
+
+        torch.cuda.synchronize()
+
+    def memory(self) -> Memory | None:
+        """Return what torch's allocator counts on the current device."""
+        from torch import cuda
+
+        return Memory(
+            cuda.memory_allocated(),
+            cuda.memory_reserved(),
+            cuda.max_memory_allocated(),
+            cuda.max_memory_reserved(),
+        )
+
     def peak_memory(self) -> int | None:
         """Return the most bytes torch's allocator has reserved on the current device."""
         import torch
 
         return torch.cuda.max_memory_reserved()
+
+    def reset_peak_memory(self) -> bool:
+        """Reset the allocator's peaks."""
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return True
+
+    def record_memory(self, entries: int | None) -> None:
+        """Switch the allocator's history on or off.
+
+        Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+        """
+        from torch.cuda import memory
+
+        if entries is None:
+            memory._record_memory_history(enabled=None)
+        else:
+            memory._record_memory_history(max_entries=entries)
+
+    def dump_memory(self, path: Path) -> None:
+        """Write the allocator's snapshot."""
+        from torch.cuda import memory
+
+        memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+
+    def profiler_activities(self) -> tuple[str, ...]:
+        """Return the host's operators and the device's kernels."""
+        return ("CPU", "CUDA")
+
+    def profiler(self) -> Profiler:
+        """Return torch's profiler."""
+        from torch.profiler import ProfilerActivity, profile
+
+        return profile(activities=[getattr(ProfilerActivity, name) for name in self.profiler_activities()])
 
 
 RUNTIME = CudaRuntime()

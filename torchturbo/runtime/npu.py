@@ -1,15 +1,31 @@
-"""The NPU runtime (Huawei Ascend): hccl and the documented surface of ``torch_npu``, which registers ``torch.npu``."""
+"""The NPU runtime (Huawei Ascend): hccl and the documented surface of ``torch_npu``, which registers ``torch.npu``.
+
+Source of the names: https://www.hiascend.com/document, Ascend Extension for PyTorch, API reference
+(``torch_npu.npu`` mirrors ``torch.cuda``; ``torch_npu.profiler.profile`` has no ``key_averages``).
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torchturbo.runtime.base import Memory
+
+if TYPE_CHECKING:
+    from torchturbo.runtime.base import Profiler
+
+
+def _torch_npu() -> Any:
+    import torch_npu  # type: ignore[import-not-found]
+
+    return torch_npu
 
 
 def _npu() -> Any:
     import torch
-    import torch_npu  # type: ignore[import-not-found]  # noqa: F401  its import registers torch.npu
 
+    _torch_npu()  # its import registers torch.npu
     return torch.npu  # type: ignore[attr-defined]
 
 
@@ -18,10 +34,16 @@ class NpuRuntime:
 
     device_type = "npu"
     distributed_backend = "hccl"
+    default_card: str | None = "910c"
+    records_memory = True
 
     def available(self) -> bool:
         """Return whether ``torch_npu`` is installed and sees a device."""
         return find_spec("torch_npu") is not None and bool(_npu().is_available())
+
+    def device_count(self) -> int:
+        """Return how many devices torch sees; a 910C package is two."""
+        return int(_npu().device_count())
 
     def device_name(self) -> str:
         """Return the current device's own name."""
@@ -38,9 +60,46 @@ class NpuRuntime:
         """
         return {"HCCL_DETERMINISTIC": "true"}
 
+    def synchronize(self) -> None:
+        """Wait for every stream of the current device."""
+        _npu().synchronize()
+
+    def memory(self) -> Memory | None:
+        """Return what the allocator counts on the current device."""
+        npu = _npu()
+        names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+        return Memory(*(int(getattr(npu, name)()) for name in names))
+
     def peak_memory(self) -> int | None:
         """Return the most bytes the allocator has reserved on the current device."""
         return int(_npu().max_memory_reserved())
+
+    def reset_peak_memory(self) -> bool:
+        """Reset the allocator's peaks."""
+        _npu().reset_peak_memory_stats()
+        return True
+
+    def record_memory(self, entries: int | None) -> None:
+        """Switch the allocator's history on or off."""
+        memory = _torch_npu().npu.memory
+        if entries is None:
+            memory._record_memory_history(enabled=None)
+        else:
+            memory._record_memory_history(max_entries=entries)
+
+    def dump_memory(self, path: Path) -> None:
+        """Write the allocator's snapshot."""
+        _torch_npu().npu.memory._dump_snapshot(str(path))
+
+    def profiler_activities(self) -> tuple[str, ...]:
+        """Return the host's operators and the device's tasks."""
+        return ("CPU", "NPU")
+
+    def profiler(self) -> Profiler:
+        """Return ``torch_npu``'s own profiler: torch's does not know the device."""
+        profiler = _torch_npu().profiler
+        activities = [getattr(profiler.ProfilerActivity, name) for name in self.profiler_activities()]
+        return cast("Profiler", profiler.profile(activities=activities))
 
 
 RUNTIME = NpuRuntime()
