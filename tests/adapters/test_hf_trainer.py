@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import framework_values, said_values
-from torchturbo.adapters.hf_trainer import TurboTrainer, turbo
+from torchturbo.adapters.hf_checkpoints import CheckpointMixin
+from torchturbo.adapters.hf_trainer import TurboMixin, TurboTrainer, turbo
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.engine.config import Layer, build_from_args
 from torchturbo.errors import ConfigError
@@ -485,3 +487,14 @@ def test_trainers_constructor_derives_nothing_before_the_accelerator() -> None:
     assert "self.model = model" in before
     for name in ("gradient_accumulation_steps", "bf16", "checkpointing", "self.accelerator ="):
         assert name not in before
+
+
+def test_no_name_of_trainers_is_taken_by_accident() -> None:
+    """A private helper that Trainer happens to have too would replace it without a word."""
+    own = {name: value for kind in (TurboMixin, CheckpointMixin) for name, value in vars(kind).items()}
+    shared = {name: value for name, value in own.items() if callable(value) and hasattr(Trainer, name)}
+
+    assert shared
+    for name, value in shared.items():
+        if not name.startswith("__") or name == "__init__":
+            assert re.search(rf"super\(\)\.{name}\(", inspect.getsource(value)), name

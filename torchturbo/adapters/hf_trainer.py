@@ -199,9 +199,9 @@ class TurboMixin(CheckpointMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the tokens, so that it does not depend on batches and ranks."""
         with self.turbo.context.hooks.aside():
-            return self._evaluate(*args, **kwargs)
+            return self._evaluate_tokens(*args, **kwargs)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate_tokens(self, *args: Any, **kwargs: Any) -> Any:
         normaliser = self.turbo.context.normaliser
         if normaliser is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
