@@ -7,7 +7,7 @@ Trainer that are overridden exist in transformers 5.6 and 5.24; tests/adapters h
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,18 +199,18 @@ class TurboMixin(CheckpointMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the loss is the mean over the tokens, so that it does not depend on batches and ranks."""
         with self.turbo.context.hooks.aside():
-            return self._evaluate_tokens(*args, **kwargs)
+            return self._with_token_mean(super().evaluation_loop, *args, **kwargs)  # type: ignore[misc]
 
-    def _evaluate_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def _with_token_mean(self, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         normaliser = self.turbo.context.normaliser
         if normaliser is None:
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return loop(*args, **kwargs)
         with normaliser.window_kept():
             if not self._plain_loss:
-                return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+                return loop(*args, **kwargs)
             normaliser.evaluation = TokenMean()
             try:
-                output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+                output = loop(*args, **kwargs)
                 loss = normaliser.evaluation.reduced(normaliser.ranks, normaliser.group, self.args.device)
             finally:
                 normaliser.evaluation = None
