@@ -497,4 +497,4 @@ def test_no_name_of_trainers_is_taken_by_accident() -> None:
     assert shared
     for name, value in shared.items():
         if not name.startswith("__") or name == "__init__":
-            assert re.search(rf"super\(\)\.{name}\(", inspect.getsource(value)), name
+            assert re.search(rf"super\(\)\.{name}\b", inspect.getsource(value)), name
