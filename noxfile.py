@@ -23,7 +23,7 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # These folders need a language server, a browser or a build backend, and have sessions of their own.
 OWN_SESSION = ["tests/ide", "tests/site", "tests/package"]
 # What holds without torch, on every supported Python: schema, code generation, configuration and commands.
-WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/docs", "tests/habits"]
+WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/docs", "tests/fuzz", "tests/habits"]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle OpenMP threads sleep; spinning ones slow a shared machine down fivefold
 
 
@@ -113,11 +113,27 @@ def package(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/package", *session.posargs)
 
 
+@nox.session(python="3.11")
+def fuzz(session: nox.Session) -> None:
+    """Fuzz files, variables and command lines for ten minutes; `-- --seconds 60` for one."""
+    session.install(*group("fuzz"), "--editable", ".")
+    session.run("python", "tests/fuzz/fuzz.py", *session.posargs)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure start-up against bare argparse and the usual configuration libraries."""
     session.install("--constraint", "constraints.txt", *group("bench"), "--editable", ".")
     session.run("python", "benchmarks/config_startup.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench_device(session: nox.Session) -> None:
+    """Measure what runs on one device: `-- chunk_loss --check` runs one script, without arguments all of them."""
+    python = with_torch(session, "test")
+    scripts = [session.posargs] if session.posargs else [["chunk_loss"], ["ops"], ["observe"]]
+    for name, *arguments in scripts:
+        session.run(python, f"benchmarks/{name}.py", *arguments, env=QUIET, external=True)
 
 
 @nox.session(venv_backend="none")
