@@ -14,6 +14,9 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 """Exit status that a shell reports for a program that Ctrl-C ended."""
 
+SHOWN = 60
+"""Characters that an error shows of a name or a value."""
+
 
 class Problem(NamedTuple):
     """One thing that is wrong, as the person who wrote it needs to hear it."""
@@ -85,6 +88,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)
+
+
+def shorten(text: str, most: int = SHOWN) -> str:
+    """Return a text that fits into one line of an error."""
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def wants_colour(stream: object) -> bool:

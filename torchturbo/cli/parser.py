@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from torchturbo.config.keys import Key
 from torchturbo.config.names import did_you_mean
-from torchturbo.errors import Problem, print_errors
+from torchturbo.errors import Problem, print_errors, shorten
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
@@ -29,7 +29,12 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             options = [name for name in self._option_string_actions if name.startswith("--")]
             self._leave(
-                Problem(word, "", f"not an argument of `{self.prog}`", did_you_mean(word.partition("=")[0], options))
+                Problem(
+                    shorten(word),
+                    "",
+                    f"not an argument of `{self.prog}`",
+                    did_you_mean(word.partition("=")[0], options),
+                )
                 for word in [word for word in unknown if word.startswith("-")] or unknown  # not also their values
             )
         return namespace, unknown
@@ -38,10 +43,12 @@ class Parser(argparse.ArgumentParser):
         """Print what is wrong and leave with status 2."""
         if choice := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             known = [word.strip(" '") for word in choice[3].split(",")]
-            expected = f"expected one of {', '.join(known)}, got {choice[2]!r}"
+            expected = f"expected one of {', '.join(known)}, got {shorten(choice[2])!r}"
             self._leave([Problem(choice[1], "", expected, did_you_mean(choice[2], known))])
         named = re.match(r"argument (\S+): ", message)
-        self._leave([Problem(named[1] if named else "", "", message[named.end() :] if named else message)])
+        self._leave(
+            [Problem(named[1] if named else "", "", shorten(message[named.end() :] if named else message, 300))]
+        )
 
     def _leave(self, problems: Iterable[Problem]) -> NoReturn:
         print_errors(

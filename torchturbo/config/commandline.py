@@ -14,7 +14,7 @@ from torchturbo.config.keys import Alias, Key
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.scalars import Written
 from torchturbo.config.specs import FALSE_WORDS, TRUE_WORDS
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, shorten
 from torchturbo.generated.keys import FLAG_PREFIX, KEYS
 
 _OPTIONS: dict[str, Key] = {key.cli: key for key in KEYS.values() if key.cli}
@@ -70,7 +70,7 @@ def _read_option(reading: Reading, key: Key, name: str, alias: Alias | None, val
     if value is None:
         value = _boolean_word(words) if key.type == "boolean" else words.take_value()
     if value is None:
-        found = f", got the option {words.peek()}" if words.peek() is not None else ""
+        found = f", got the option {shorten(str(words.peek()))}" if words.peek() is not None else ""
         reading.problems.append(Problem(name, "", f"expected a value ({key.expectation}){found}"))
         return
     reading.take(key, Written(value), name, spelling=name, alias=alias)
@@ -109,7 +109,7 @@ def _unknown(name: str) -> Problem:
     by_stem = {option[len(FLAG_PREFIX) :]: option for option in [*_OPTIONS, _HELP]}
     names = [by_stem[stem] for stem in nearest(typed, by_stem, limit=2)]
     remedy = f"did you mean {' or '.join(names)}?" if names else f"{_HELP} lists all options"
-    return Problem(name, "", "unknown option", remedy)
+    return Problem(shorten(name), "", "unknown option", remedy)
 
 
 class _Words:

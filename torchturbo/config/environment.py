@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.names import nearest
 from torchturbo.config.scalars import Written
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, shorten
 from torchturbo.generated.keys import ENVIRONMENT, FLAG_PREFIX, KEYS, VARIABLE_PREFIX
 
 
@@ -30,7 +30,7 @@ def read_environment(environ: Mapping[str, str]) -> Reading:
                 reading.take(key, written, name, spelling=name, alias=alias)
         else:
             # A warning, not an error: another version's variable in a shared shell profile must not stop a run.
-            reading.warnings.append(Problem(name, "", "unknown variable, ignored", _remedy(name)))
+            reading.warnings.append(Problem(shorten(name), "", "unknown variable, ignored", _remedy(name)))
     return reading
 
 

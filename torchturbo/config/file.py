@@ -6,8 +6,8 @@ from torchturbo.config.document import Node, Row, Scalar, Table, read_document
 from torchturbo.config.keys import Alias, Key, Section
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.names import nearest
-from torchturbo.config.scalars import FILE_NULLS, Written, shorten
-from torchturbo.errors import Problem
+from torchturbo.config.scalars import FILE_NULLS, Written
+from torchturbo.errors import Problem, shorten
 from torchturbo.generated.keys import FLAG_PREFIX, KEYS, SECTIONS
 
 

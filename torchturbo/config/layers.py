@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torchturbo.config import scalars
 from torchturbo.config.keys import Alias, Key
 from torchturbo.config.scalars import Written
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, shorten
 from torchturbo.generated.validator import CHECKS
 
 
@@ -81,7 +81,7 @@ class Reading:
         """Keep a Python value that code gave, or report what is wrong with it."""
         expected = CHECKS[key.path](value)
         if expected:
-            message = f"expected {expected}, got {scalars.json_type(value)} {scalars.shorten(repr(value))}"
+            message = f"expected {expected}, got {scalars.json_type(value)} {shorten(repr(value))}"
             self.problems.append(Problem(place, self._name(key), message))
             return
         self.settings[key.path] = Setting(key.path, scalars.normal(key, value), Origin(self.layer, place))

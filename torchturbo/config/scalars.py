@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torchturbo.config.keys import Key
 from torchturbo.config.specs import FALSE_WORDS, TRUE_WORDS
+from torchturbo.errors import shorten
 
 # The YAML 1.2 core schema, less its readings that people do not mean: leading zeros and, in the class of digits, ASCII only.
 NULLS = ("null", "Null", "NULL")
@@ -20,8 +21,6 @@ _NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 _NOT_FINITE_WORDS = r"(?i)[-+]?(?:inf|infinity|nan)"
 LONGEST_NUMBER = 400
 """Characters; Python itself refuses to read integers of some thousand digits."""
-SHOWN = 60
-"""Characters of a value that an error shows."""
 
 
 class Written(NamedTuple):
@@ -93,11 +92,6 @@ def found(written: Written, value: Any) -> str:
     if written.quoted or isinstance(value, str):
         return f"string {quoted}"
     return "null" if value is None else f"{json_type(value)} {text}"
-
-
-def shorten(text: str) -> str:
-    """Return a text that fits into one line of an error."""
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def json_type(value: Any) -> str:

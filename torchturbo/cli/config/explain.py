@@ -12,7 +12,7 @@ from torchturbo.config.merge import Merged, merge
 from torchturbo.config.names import did_you_mean, nearest
 from torchturbo.config.sources import read_layers
 from torchturbo.engine.pipeline import LIVE_KEYS
-from torchturbo.errors import Problem, fail
+from torchturbo.errors import Problem, fail, shorten
 from torchturbo.generated.keys import FLAG_PREFIX, KEYS, SECTIONS
 
 
@@ -65,7 +65,7 @@ def find(name: str) -> Key:
         leaves = [path for path in KEYS if path.rpartition(".")[2] == close[0]]
     known = [*KEYS, *filter(None, SECTIONS), *(key.cli for key in KEYS.values() if key.cli)]
     remedy = f"did you mean {' or '.join(leaves)}?" if leaves else did_you_mean(name, known, limit=3)
-    fail([Problem("", "", f"there is no key {name!r}", remedy or "`torchturbo config show` lists them all")])
+    fail([Problem("", "", f"there is no key {shorten(name)!r}", remedy or "`torchturbo config show` lists them all")])
 
 
 def _section(section: Section) -> str:

@@ -7,9 +7,11 @@ import stat
 from typing import Final
 
 from torchturbo.config.document.nodes import Node, Places, Refused, TreeBuilder
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, shorten
 
 MAX_BYTES: Final = 10_000_000
+LONGEST_NAME: Final = 4096
+"""Characters of a path beyond which no file has it: an error need not show them all."""
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a directory"),
@@ -70,9 +72,10 @@ def _read_bytes(path: str) -> bytes:
     except FileNotFoundError as error:
         raise Refused(Problem(path, "", "no such file", _remedy_for_missing(path))) from error
     except OSError as error:
-        raise Refused(Problem(path, "", f"cannot be read: {error.strerror or error}")) from error
+        raise Refused(Problem(shorten(path, LONGEST_NAME), "", f"cannot be read: {error.strerror or error}")) from error
     except ValueError as error:  # a name with NUL, or with characters that the file system's encoding lacks
-        raise Refused(Problem(path.replace("\0", "\\0"), "", "no file can have this name")) from error
+        name = shorten(path.replace("\0", "\\0"), LONGEST_NAME)
+        raise Refused(Problem(name, "", "no file can have this name")) from error
     message = f"larger than {MAX_BYTES // 1_000_000} MB; a configuration is a few kilobytes"
     raise Refused(Problem(path, "", message, "is it the right file?"))
 

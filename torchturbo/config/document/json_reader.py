@@ -7,6 +7,7 @@ from json import JSONDecodeError, JSONDecoder
 from typing import Final
 
 from torchturbo.config.document.nodes import Places, Refused, Row, Scalar, Table, TreeBuilder, escaped
+from torchturbo.errors import shorten
 
 _BLANKS: Final = " \t\n\r"
 _TOKEN_START: Final = re.compile(f"[{_BLANKS}]*")
@@ -154,7 +155,7 @@ class _Reader:
             return refuse(*self._line_and_column(len(before) - 1), f"a comma before '{character}'", "remove the comma")
         word = _WORD.match(self._text, self._position)
         found = word.group() if word else character
-        shown = repr(found) if found.isprintable() else escaped(character)
+        shown = repr(shorten(found)) if found.isprintable() else escaped(character)
         expected = f"',' or '{self._closing()}'" if state == _COMMA else _EXPECTED[state]
         remedy = _REMEDIES.get(found, "")
         if not remedy and word and state in (_KEY, _FIRST_KEY):

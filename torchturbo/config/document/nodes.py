@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any, Final, TypeAlias
 
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, shorten
 
 MAX_DEPTH: Final = 100
 """Sections and lists inside one another, aliases followed. Consumers may walk the tree recursively."""
@@ -13,6 +13,8 @@ MAX_NODES: Final = 100_000
 """Keys and values of one document, each alias counted as what it stands for: what a walk over the tree visits."""
 MAX_PROBLEMS: Final = 100
 """Problems of single keys and values after which a file is taken for the wrong one and not read on."""
+LONGEST_PATH: Final = 300
+"""Characters that an error shows of the names that lead to a place."""
 
 MERGE_KEY: Final = "<<"
 
@@ -169,6 +171,7 @@ class TreeBuilder:
             return
         if not target.closed:
             anchor = self.place(target.node.line, target.node.column)
+            name = shorten(name)
             self.report(
                 line, column, f"cyclic alias *{name}: it stands inside the value it means (&{name} at {anchor})"
             )
@@ -263,8 +266,9 @@ class TreeBuilder:
             if branch.seen is None:
                 parts.append(f"[{len(branch.node.items)}]")
             elif branch.key is not None:
-                parts.append(f".{branch.key.text}")
-        return "".join(parts).removeprefix(".")
+                parts.append(f".{shorten(branch.key.text)}")
+        path = "".join(parts).removeprefix(".")
+        return path if len(path) <= LONGEST_PATH else f"...{path[-LONGEST_PATH:]}"
 
 
 def _merge(branch: Branch) -> None:

@@ -13,13 +13,14 @@ from yaml.scanner import Scanner, ScannerError
 class PureParser(Reader, Scanner, Parser):
     """Events of a YAML text.
 
-    As in libyaml a tab may stand wherever a blank only separates (``gbs:<TAB>4``), but never indents, and an escape
-    in a quoted text must stand for a character that exists.
+    As in libyaml a tab may stand wherever a blank only separates (``gbs:<TAB>4``), but never indents, an escape in a
+    quoted text must stand for a character that exists, and a question mark inside a plain text is part of it.
     """
 
     def __init__(self, text: str) -> None:
         self._tabs = "none"  # where a tab counts as a blank: none, gap (between tokens), plain (in plain text), all
         self._plain_line = self._plain_indent = 0
+        self._in_plain = False
         Reader.__init__(self, text)
         Scanner.__init__(self)
         Parser.__init__(self)
@@ -36,6 +37,8 @@ class PureParser(Reader, Scanner, Parser):
 
     def peek(self, index: int = 0) -> str:
         character: str = super().peek(index)
+        if character == "?" and self._in_plain:
+            return "a"  # libyaml ends no plain text of a flow collection there; only what kind it is counts here
         return " " if character == "\t" and self._is_blank_tab() else character
 
     def _is_blank_tab(self) -> bool:
@@ -65,6 +68,12 @@ class PureParser(Reader, Scanner, Parser):
 
     def scan_block_scalar_ignored_line(self, start_mark: Any) -> Any:
         return self._scan("all", super().scan_block_scalar_ignored_line, start_mark)
+
+    def scan_plain(self) -> Any:
+        self._in_plain = True
+        result = super().scan_plain()  # type: ignore[no-untyped-call]
+        self._in_plain = False
+        return result
 
     def scan_plain_spaces(self, indent: int, start_mark: Any) -> Any:
         self._plain_line, self._plain_indent = self.line, indent

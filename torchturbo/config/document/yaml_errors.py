@@ -8,6 +8,7 @@ from yaml import MarkedYAMLError, YAMLError
 from yaml.reader import Reader, ReaderError
 
 from torchturbo.config.document.nodes import MAX_DEPTH, Places, Refused, TreeBuilder, escaped
+from torchturbo.errors import shorten
 
 _QUOTE: Final = "put a text that starts with such a character in quotes"
 _BACKSLASH: Final = "write \\\\ for a backslash, or use single quotes"
@@ -76,7 +77,7 @@ def _words(context: str, problem: str, text: str, mark: Any) -> tuple[str, str, 
     for context_words, problem_words, message, remedy, at_start in _ROWS:
         if context_words in context and problem_words in problem:
             return message, remedy, at_start
-    return f"no valid YAML: {problem}", "", False
+    return f"no valid YAML: {shorten(problem, 200)}", "", False
 
 
 def _unprintable(text: str, builder: TreeBuilder) -> Refused:

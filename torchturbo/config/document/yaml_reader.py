@@ -17,6 +17,7 @@ from yaml.events import (
 )
 
 from torchturbo.config.document.nodes import Branch, Row, Scalar, Table, TreeBuilder
+from torchturbo.errors import shorten
 
 PARSER: Any
 """The parser in use: libyaml's where PyYAML was built with it."""
@@ -98,6 +99,7 @@ def _alias(event: Any, anchors: dict[str, Scalar | Branch], builder: TreeBuilder
     if name in anchors:
         builder.alias(anchors[name], name, line, column)
         return
+    name = shorten(name)
     remedy = f"mark a value above it with &{name}, or quote a text that starts with *"
     builder.report(line, column, f"undefined alias *{name}", remedy)
     builder.drop(line, column)
@@ -114,6 +116,7 @@ def _apply_tag(tag: str, scalar: Scalar, builder: TreeBuilder) -> None:
 
 def _report_tag(tag: str, found: str, line: int, column: int, builder: TreeBuilder) -> None:
     shown = f"!!{tag.removeprefix(_CORE)}" if tag.startswith(_CORE) else tag if tag.startswith("!") else f"!<{tag}>"
+    shown = shorten(shown)
     if tag in _KNOWN_TAGS:
         builder.report(line, column, f"tag {shown} on {found}", "remove it")
     else:
