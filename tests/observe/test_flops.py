@@ -1,0 +1,292 @@
+"""Flops: against torch's own counter on real models, and against the formulas by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchturbo.observe.flops import FULL, Flops, Part, Span, causal_pairs
+from torchturbo.observe.matmuls import Uncountable, count
+
+B, T = 2, 24
+MLA = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 4,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied head": ("llama", {"tie_word_embeddings": True}),
+    "llama, wide heads": ("llama", {"head_dim": 16, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {"sliding_window": 4}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen2_moe": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                                "shared_expert_intermediate_size": 40}),
+    "deepseek_v3": ("deepseek_v3", MLA),
+    "deepseek_v3, q not compressed": ("deepseek_v3", MLA | {"q_lora_rank": None}),
+    "gemma2": ("gemma2", {"sliding_window": 8}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_neox": ("gpt_neox", {}),
+    "cohere2": ("cohere2", {}),
+    "glm4_moe": ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                              "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str) -> Any:
+    kind, changes = MODELS[name]
+    model = tiny.model(kind, **changes)
+    if kind not in ("gpt_oss", "gemma2"):  # sinks and capped scores have no sdpa form
+        model.set_attn_implementation("sdpa")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the counter knows no grouped product
+    model.config.use_cache = False
+    return model.train()
+
+
+def counted(run: Callable[[], Any]) -> int:
+    """Return what torch counts; its math attention runs over the whole mask."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        run()
+    return int(counter.get_total_flops())
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(5, 300, (B, T))
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: Any) -> None:
+    model(**batch()).loss.backward()
+
+
+def close(expected: float) -> Any:
+    return pytest.approx(expected, rel=0.01)
+
+
+@every_model
+def test_forward_is_what_torch_counts(name: str) -> None:
+    """On the math backend, to a percent."""
+    model = build(name)
+
+    assert close(counted(lambda: model(**batch()))) == count(model).forward(B * T, B * T * T)
+
+
+@every_model
+def test_training_is_what_torch_counts(name: str) -> None:
+    """Forward and backward, with nothing recomputed: model and hardware flops are the same."""
+    model = build(name)
+    flops = count(model)
+
+    expected = counted(lambda: step(model))
+    assert close(expected) == flops.model(B * T, B * T * T) == flops.hardware(B * T, B * T * T)
+    assert close(3 * flops.forward(B * T, B * T * T)) == flops.model(B * T, B * T * T)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@every_model
+def test_hardware_flops_are_what_torch_counts_with_checkpointing(name: str, reentrant: bool) -> None:
+    """Non-reentrant checkpointing stops early, and the count knows where."""
+    model = build(name)
+    without = count(model).model(B * T, B * T * T)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    flops = count(model)
+
+    assert without == flops.model(B * T, B * T * T)
+    assert close(counted(lambda: step(model))) == flops.hardware(B * T, B * T * T)
+
+
+def test_a_frozen_model_computes_fewer_gradients() -> None:
+    """Nothing below the lowest trained layer, and no gradient of a frozen weight."""
+    model = build("llama")
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+
+    flops = count(model)
+    assert close(counted(lambda: step(model))) == flops.model(B * T, B * T * T)
+    first, second, head = flops.parts
+    assert (first.inputs, first.weights, first.pair_backward) == (0, 0, 0)
+    assert second.weights == second.forward
+    assert (head.inputs, head.weights) == (head.forward, 0)
+
+
+def test_a_frozen_head_has_no_gradient_of_its_weight() -> None:
+    """Its input has one."""
+    model = build("llama")
+    model.lm_head.requires_grad_(False)
+
+    assert close(counted(lambda: step(model))) == count(model).model(B * T, B * T * T)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_are_counted_and_base_weights_get_no_gradient(checkpointing: bool) -> None:
+    """LoRA on every projection, as PEFT does it."""
+    model = build("llama")
+    model.requires_grad_(False)
+    attach_adapters(model, rank=4)
+    model.enable_input_require_grads()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    flops = count(model)
+    assert close(counted(lambda: step(model))) == flops.hardware(B * T, B * T * T)
+    assert flops.model(B * T, B * T * T) < 2.3 * flops.forward(B * T, B * T * T)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter beside it, with PEFT's names."""
+
+    def __init__(self, base_layer: torch.nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(rank, base_layer.out_features, bias=False)})
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """PEFT's wrapper shows the base layer's weight."""
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 2.0
+
+
+def attach_adapters(model: Any, rank: int) -> None:
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(parent, name, Adapted(child, rank))
+
+
+def test_llama_by_hand() -> None:
+    """Grouped-query attention, a gated MLP, an untied head: written out."""
+    hidden, heads, kv, size, inner, vocab, layers = 32, 4, 2, 8, 48, 320, 2
+    weights = layers * (2 * hidden * heads * size + 2 * hidden * kv * size + 3 * hidden * inner) + hidden * vocab
+    pairs = layers * heads * 2 * size
+
+    flops = count(build("llama"))
+    assert 2 * (weights * 10 + pairs * 58) == flops.forward(10, 58)
+    assert 3 * 2 * (weights * 10 + pairs * 58) == flops.model(10, 58)
+
+
+def test_active_experts_by_hand() -> None:
+    """Two of four experts, and the router over all four."""
+    dense = 2 * 32 * 32 + 2 * 32 * 16
+    moe = 32 * 4 + 2 * 3 * 32 * 24
+
+    assert 2 * (2 * (dense + moe) + 32 * 320) == count(build("qwen3_moe")).forward(1, 0)
+
+
+def test_the_causal_figure_counts_what_the_mask_lets_through() -> None:
+    """Full attention in one layer, a window of 8 in the other."""
+    flops = count(build("gemma2"))
+    window = Span("sliding", 8)
+
+    assert flops.spans == (FULL, window)
+    causal = flops.causal(T, {FULL: causal_pairs(T, FULL), window: causal_pairs(T, window)})
+    pair = 2 * 3 * 4 * (8 + 8)
+    assert flops.model(T, 0) + pair * (T * (T + 1) / 2 + 36 + 16 * 8) == causal
+    assert causal < flops.model(T, T * T)
+
+
+@pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 5), Span("sliding", 100)])
+def test_pairs_by_brute_force(span: Span) -> None:
+    """Counting them one by one."""
+    for length in range(14):
+        seen = 0
+        for query in range(length):
+            for key in range(query + 1):
+                near = query - key < span.size if span.kind == "sliding" else query // 5 == key // 5
+                seen += span.kind == "full" or near
+        assert seen == causal_pairs(length, span)
+
+
+def test_the_configuration_alone_is_enough() -> None:
+    """A model on the meta device, without weights, counts alike."""
+    with torch.device("meta"):
+        model = tiny.model("deepseek_v3", **MLA)
+
+    assert count(build("deepseek_v3")) == count(model)
+
+
+def test_a_vision_language_models_language_part_is_counted_and_the_rest_is_named() -> None:
+    """The tower's work depends on the images, not on the tokens."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = tiny.model("qwen2").config.to_dict() | {"tie_word_embeddings": False}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    config = AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config).train()
+
+    flops = count(model)
+    assert "visual" in flops.left_out
+    assert count(build("qwen2")).forward(5, 25) == flops.forward(5, 25)
+    assert count(build("qwen2")).left_out == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        (
+            "qwen3_next",
+            {"num_experts": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+            "conv1d.weight of Conv1d is no weight",
+        ),
+        ("mamba", {}, "A_log of MambaMixer is no weight of a matrix product that is known"),
+        ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}, "an encoder and a decoder"),
+    ],
+)
+def test_what_cannot_be_counted_says_so(kind: str, changes: dict[str, Any], why: str) -> None:
+    """Rather than with a wrong figure."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kinds = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2} if kind != "t5" else {"vocab_size": 320}
+    factory = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = factory.from_config(AutoConfig.for_model(kind, **(kinds | changes)))
+
+    with pytest.raises(Uncountable, match=why):
+        count(model)
+
+
+def test_a_weight_that_nothing_explains_makes_a_model_uncountable() -> None:
+    """In a layer, and beside the layers."""
+    model = build("llama")
+    model.model.layers[0].mixing = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(Uncountable, match="mixing of LlamaDecoderLayer"):
+        count(model)
+
+    model = build("llama")
+    model.model.project = torch.nn.Linear(4, 4)
+    with pytest.raises(Uncountable, match="project.weight of Linear stands outside the layers"):
+        count(model)
+
+
+def test_a_module_that_is_no_transformers_model() -> None:
+    """Nothing is known of it."""
+    with pytest.raises(Uncountable, match="Linear is no decoder of Transformers"):
+        count(torch.nn.Linear(2, 2))
+
+
+def test_further_heads_are_further_parts() -> None:
+    """As many as a model trains."""
+    flops = Flops((Part("a", forward=1, pair=1),)).with_parts([Part("b", forward=10)])
+
+    assert 2 * (11 * 3 + 9) == flops.forward(3, 9)

@@ -1,0 +1,108 @@
+"""Floating-point operations of a training step: what the model needs, and what the hardware does with recomputation.
+
+Conventions (docs/guides/observing.md says them to users):
+
+* Matrix products alone are counted, two operations a multiply-add, as in PaLM (https://arxiv.org/abs/2204.02311,
+  appendix B) and ``torch.utils.flop_counter``; an embedding is a look-up.
+* Forward is counted once, the gradients of inputs and of weights once each: three times forward for a model that is
+  trained as a whole. A gradient that no backward pass computes is not counted: a frozen weight has none (LoRA's base
+  weights), nor has the input of a layer below which nothing is trained.
+* Of a mixture of experts the active experts count.
+* Full mask: every token of a document attends to every other, L^2 pairs, whatever the mask leaves out. The causal figure
+  counts the pairs that the mask lets through: L (L + 1) / 2, fewer with a sliding or chunked window.
+* Hardware flops add what activation checkpointing, and a loss that recomputes the head, compute a second time.
+
+:mod:`torchturbo.observe.matmuls` finds the parts in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+OPERATIONS = 2
+"""A multiply and an add."""
+
+
+class Span(NamedTuple):
+    """Which keys a query sees at most, besides being causal."""
+
+    kind: str = "full"
+    """``full``, ``sliding`` (the last ``size`` keys, itself included) or ``chunked`` (those of its own chunk)."""
+    size: int = 0
+
+
+FULL = Span()
+
+
+class Part(NamedTuple):
+    """Multiply-adds of one part of a model, per token or per (query, key) pair."""
+
+    name: str
+    forward: float = 0
+    """Per token: the weights that a token meets."""
+    inputs: float = 0
+    """Per token: gradients of inputs."""
+    weights: float = 0
+    """Per token: gradients of trained weights."""
+    recomputed: float = 0
+    """Per token: what is computed a second time in backward."""
+    pair: float = 0
+    """Per pair: scores, and the weighted sum of values."""
+    pair_backward: float = 0
+    pair_recomputed: float = 0
+    span: Span = FULL
+
+
+@dataclass(frozen=True)
+class Flops:
+    """A model's flops as a function of tokens and of (query, key) pairs; further heads are further parts."""
+
+    parts: tuple[Part, ...]
+    left_out: str = ""
+    """What of the model is not counted, for a message; empty where all is."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans for which the causal figure needs a number of pairs."""
+        return tuple(sorted({part.span for part in self.parts if part.pair}))
+
+    def forward(self, tokens: float, squares: float) -> float:
+        """Return the flops of a forward pass: ``tokens`` in all, ``squares`` the sum of their documents' L^2."""
+        return OPERATIONS * sum(part.forward * tokens + part.pair * squares for part in self.parts)
+
+    def model(self, tokens: float, squares: float) -> float:
+        """Return the flops that training on these tokens needs, full mask."""
+        return self._training(tokens, dict.fromkeys(self.spans, squares))
+
+    def causal(self, tokens: float, pairs: Mapping[Span, float]) -> float:
+        """Return the flops that training needs for the pairs that the mask lets through, by span."""
+        return self._training(tokens, pairs)
+
+    def hardware(self, tokens: float, squares: float) -> float:
+        """Return the flops with what is recomputed, full mask."""
+        again = sum(part.recomputed * tokens + part.pair_recomputed * squares for part in self.parts)
+        return self.model(tokens, squares) + OPERATIONS * again
+
+    def with_parts(self, parts: Iterable[Part]) -> Flops:
+        """Return the flops with further parts."""
+        return Flops((*self.parts, *parts), self.left_out)
+
+    def _training(self, tokens: float, pairs: Mapping[Span, float]) -> float:
+        return OPERATIONS * sum(
+            (part.forward + part.inputs + part.weights) * tokens
+            + (part.pair + part.pair_backward) * (pairs[part.span] if part.pair else 0)
+            for part in self.parts
+        )
+
+
+def causal_pairs(length: int, span: Span) -> int:
+    """Return how many (query, key) pairs a document of ``length`` tokens has under a causal mask."""
+    if span.kind == "sliding":
+        inside = min(length, span.size)
+        return inside * (inside + 1) // 2 + (length - inside) * span.size
+    if span.kind == "chunked":
+        chunks, rest = divmod(length, span.size)
+        return chunks * span.size * (span.size + 1) // 2 + rest * (rest + 1) // 2
+    return length * (length + 1) // 2

@@ -1,0 +1,272 @@
+"""Finds a model's matrix products in its module tree, as the parts that :mod:`torchturbo.observe.flops` adds up.
+
+The tree says what a configuration does not: adapters, frozen weights, tied heads, which layers are checkpointed. The
+configuration says what the tree does not: how many experts a token meets, and which keys a layer's queries see. Every
+weight with two dimensions or more has to be explained; one that is not makes the model uncountable, not the figure wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from torchturbo.engine.model import base_model
+from torchturbo.observe.flops import FULL, Flops, Part, Span
+
+ATTENTION = re.compile(r"(self_)?(attn|attention)")
+"""Name of a decoder layer's attention."""
+OUTPUT = ("o_proj", "c_proj", "out_proj", "dense", "wo")
+"""Names of an attention's last projection, whose input is heads * value dimension."""
+AFTER_MLP = re.compile(r"post_(feedforward|feed_forward|mlp|ffw|ffn)")
+"""Name of a norm behind a layer's last projection."""
+ROUTER_CLASS = re.compile(r"Router|Gate")
+ROUTER = re.compile(r"router|gate|\w+_gate")
+"""Name of a linear layer whose output only weighs another's."""
+SPANS = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+WINDOW_SIZES = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
+
+
+class Uncountable(Exception):
+    """A model of whose flops nothing certain can be said; the message says why."""
+
+
+class Product(NamedTuple):
+    """One matrix product: a weight, and how many multiply-adds it costs a token."""
+
+    name: str
+    weight: Tensor
+    cost: float
+    linear: bool
+    """Whether it is a linear layer of its own: nothing of its output is kept for backward."""
+
+
+def count(model: nn.Module) -> Flops:
+    """Return the flops of a model, as it is now: trained, frozen, adapted, checkpointed; it may be on the meta device.
+
+    Raises
+    ------
+    Uncountable
+        With the reason.
+
+    """
+    base: Any = base_model(model)
+    config = base.config.get_text_config() if hasattr(base, "config") else None
+    if config is None or not hasattr(base, "get_decoder"):
+        raise Uncountable(f"{type(base).__name__} is no decoder of Transformers")
+    if getattr(config, "is_encoder_decoder", False):
+        raise Uncountable(f"{type(base).__name__} is an encoder and a decoder")
+    decoder = base.get_decoder()
+    if decoder is base:
+        decoder = base.base_model
+    layers = _layers(decoder, config)
+    below = _embeddings_need_gradient(base, decoder)
+    parts = []
+    for index, layer in enumerate(layers):
+        part, below = _layer_part(f"layer {index}", layer, index, config, below, _checkpointing(layer, decoder))
+        parts.append(part)
+    _explain_rest(decoder, layers)
+    parts += _heads(base, decoder, below, _recomputes_head(model))
+    return Flops(tuple(parts), _left_out(base, decoder))
+
+
+def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
+    wanted = getattr(config, "num_hidden_layers", None)
+    found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
+    if len(found) != 1:
+        raise Uncountable(f"{type(decoder).__name__} has no list of its {wanted} layers")
+    return found[0]
+
+
+def _layer_part(
+    name: str, layer: nn.Module, index: int, config: Any, below: bool, checkpointing: str
+) -> tuple[Part, bool]:
+    """Return a layer's part, and whether a gradient flows out of it into the next one's input.
+
+    ``below`` says whether a gradient is needed of its input. In the lowest layer that trains anything, products are
+    taken in the order in which the layer registers them, its norms first.
+    """
+    products = list(_products(layer, config))
+    pair, span = _attention(layer, index, config)
+    flows = below or any(weight.requires_grad for weight in layer.parameters() if weight.dim() < 2)
+    inputs = weights = 0.0
+    attention_flows = False
+    for product in products:
+        inputs += product.cost * flows
+        weights += product.cost * product.weight.requires_grad
+        flows = flows or product.weight.requires_grad
+        if ATTENTION.fullmatch(product.name.split(".")[0]):
+            attention_flows = flows
+    forward = sum(product.cost for product in products)
+    again = _recomputed(layer, products, checkpointing) if (below if checkpointing == "reentrant" else flows) else 0.0
+    part = Part(
+        name, forward, inputs, weights, again, pair, 2 * pair * attention_flows, pair if again else 0.0, span
+    )  # fmt: skip
+    return part, flows
+
+
+def _recomputed(layer: nn.Module, products: list[Product], checkpointing: str) -> float:
+    """Return what a token costs again in backward.
+
+    Non-reentrant checkpointing stops as soon as it has all that backward needs; the output of a layer's last product
+    is not among that, unless something behind it (a norm, dropout) needs it.
+    """
+    if not checkpointing:
+        return 0.0
+    again = sum(product.cost for product in products)
+    behind = any(AFTER_MLP.match(name) and hasattr(child, "weight") for name, child in layer.named_children())
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
+    if checkpointing == "non-reentrant" and products and products[-1].linear and not behind and not drops:
+        again -= products[-1].cost
+    return again
+
+
+def _checkpointing(layer: nn.Module, decoder: nn.Module) -> str:
+    """Return how a layer is checkpointed: ``reentrant``, ``non-reentrant``, or not (empty)."""
+    for module in (layer, decoder):
+        if getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            keywords = getattr(function, "keywords", None) or {}
+            return "reentrant" if keywords.get("use_reentrant", True) else "non-reentrant"
+    return ""
+
+
+def _products(layer: nn.Module, config: Any) -> Iterator[Product]:
+    """Yield the matrix products of a layer in the order in which it registers them."""
+    for name, module in layer.named_modules():
+        for kind, weight in module.named_parameters(recurse=False):
+            if weight.dim() < 2 or kind.endswith("bias") or isinstance(module, nn.Embedding):
+                continue
+            path = f"{name}.{kind}".lstrip(".")
+            yield Product(path, weight, *_cost(path, module, weight, config))
+
+
+def _cost(path: str, module: nn.Module, weight: Tensor, config: Any) -> tuple[float, bool]:
+    """Return a weight's multiply-adds a token, and whether its module is a linear layer of the layer's own line."""
+    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    if weight.dim() == 2 and (linear or ROUTER_CLASS.search(type(module).__name__)):
+        if "experts" in path.split(".")[:-2]:  # experts that are modules of their own, each met by its share of tokens
+            return weight.numel() * _active(config) / _experts(config), False
+        return float(weight.numel()), linear and not ROUTER.fullmatch(path.split(".")[-2])
+    if weight.dim() == 3 and weight.shape[0] == _experts(config):
+        return weight.numel() / weight.shape[0] * _active(config), False
+    raise Uncountable(f"{path} of {type(module).__name__} is no weight of a matrix product that is known")
+
+
+def _experts(config: Any) -> int:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        if isinstance(number := getattr(config, name, None), int):
+            return number
+    return 0
+
+
+def _active(config: Any) -> int:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"):
+        if isinstance(number := getattr(config, name, None), int):
+            return number
+    raise Uncountable(f"{type(config).__name__} does not say how many experts a token meets")
+
+
+def _attention(layer: nn.Module, index: int, config: Any) -> tuple[float, Span]:
+    """Return the multiply-adds of a (query, key) pair in a layer, and what its queries see.
+
+    A head takes the product of query and key (qk dimension) and adds the value, weighted (v dimension).
+    """
+    found = [(name, child) for name, child in layer.named_children() if ATTENTION.fullmatch(name)]
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds and index < len(kinds) else None
+    if len(found) != 1 or kind not in (None, *SPANS) or hasattr(config, "index_topk"):
+        raise Uncountable(f"{type(layer).__name__} {index} attends in a way that is not known ({kind or 'no name'})")
+    attention: Any = found[0][1]
+    heads = getattr(config, "num_attention_heads", 0)
+    plain = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None) or _split(config, heads)
+    qk = getattr(attention, "qk_head_dim", None) or plain
+    value = getattr(attention, "v_head_dim", None) or plain
+    width = _input_width(attention)
+    if width is None or width % value:
+        raise Uncountable(f"{type(attention).__name__} has no output projection whose heads can be counted")
+    return width // value * (qk + value), _span(kind, config)
+
+
+def _split(config: Any, heads: int) -> int:
+    return int(config.hidden_size) // heads
+
+
+def _input_width(attention: nn.Module) -> int | None:
+    """Return the width of what an attention's output projection takes."""
+    for name in OUTPUT:
+        projection = getattr(attention, name, None)
+        projection = getattr(projection, "base_layer", projection)  # PEFT's wrapper
+        if projection is not None and isinstance(weight := getattr(projection, "weight", None), Tensor):
+            return int(weight.shape[0 if type(projection).__name__ == "Conv1D" else 1])
+    return None
+
+
+def _span(kind: str | None, config: Any) -> Span:
+    if kind is None:  # one window for all layers, where there is one
+        window = getattr(config, "sliding_window", None)
+        used = getattr(config, "use_sliding_window", True)
+        return Span("sliding", window) if isinstance(window, int) and window > 0 and used else FULL
+    name = SPANS[kind]
+    size = getattr(config, WINDOW_SIZES.get(name, ""), None)
+    return Span(name, size) if isinstance(size, int) and size > 0 else FULL
+
+
+def _embeddings_need_gradient(base: Any, decoder: nn.Module) -> bool:
+    """Return whether a gradient is needed of the first layer's input: it is trained, or made to look as if it were."""
+    if getattr(base, "_require_grads_hook", None) is not None:  # Transformers' enable_input_require_grads
+        return True
+    layers = {
+        id(weight) for layer in decoder.children() if isinstance(layer, nn.ModuleList) for weight in layer.parameters()
+    }
+    return any(weight.requires_grad for weight in decoder.parameters() if id(weight) not in layers and weight.dim() > 1)
+
+
+def _explain_rest(decoder: nn.Module, layers: nn.ModuleList) -> None:
+    """Refuse weights of the decoder outside its layers, embeddings apart."""
+    inside = {id(module) for module in layers.modules()}
+    for name, module in decoder.named_modules():
+        if id(module) in inside or isinstance(module, nn.Embedding):
+            continue
+        for kind, weight in module.named_parameters(recurse=False):
+            if weight.dim() > 1:
+                raise Uncountable(f"{name}.{kind} of {type(module).__name__} stands outside the layers")
+
+
+def _heads(base: Any, decoder: nn.Module, below: bool, recomputed: bool) -> list[Part]:
+    """Return the parts of the linear layers that follow the decoder, as a rule the language model's head."""
+    norms = any(weight.requires_grad for name, weight in decoder.named_parameters(recurse=True) if "norm" in name)
+    parts = []
+    for name, module in _head_modules(base):
+        for weight in (weight for weight in module.parameters() if weight.dim() == 2):
+            cost = float(weight.numel())
+            parts.append(
+                Part(name, cost, cost * (below or norms), cost * weight.requires_grad, cost if recomputed else 0.0)
+            )
+    return parts
+
+
+def _head_modules(base: Any) -> list[tuple[str, nn.Module]]:
+    head = base.get_output_embeddings()
+    if head is not None:
+        return [("head", head)]
+    return [(name, child) for name, child in base.named_children() if isinstance(child, nn.Linear)]
+
+
+def _left_out(base: Any, decoder: nn.Module) -> str:
+    """Return the names of what stands beside decoder and head with weights of its own: a vision tower, a projector."""
+    counted = {id(weight) for weight in decoder.parameters()}
+    counted |= {id(weight) for _, head in _head_modules(base) for weight in head.parameters()}
+    names: dict[str, None] = {}
+    for name, weight in base.named_parameters():
+        if id(weight) not in counted and weight.dim() > 1:
+            names[name.removeprefix(f"{base.base_model_prefix}.").split(".")[0]] = None
+    return ", ".join(names)
+
+
+def _recomputes_head(model: nn.Module) -> bool:
+    """Return whether the loss computes the head a second time in backward."""
+    return bool(import_module("torchturbo.objectives.chunked").recomputes(model))
