@@ -16,6 +16,7 @@ from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_fla
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
+from torchturbo.plugins.load import plugin_facts
 
 if TYPE_CHECKING:
     from torchturbo.engine.engine import Engine
@@ -96,7 +97,8 @@ class CheckpointMixin:
 
     def turbo_run(self) -> dict[str, Any]:
         """Return the facts of this run that its record holds."""
-        return run_facts(self.args, self.turbo.context.world_size, self.turbo_facts)
+        context = self.turbo.context
+        return run_facts(self.args, context.world_size, {**self.turbo_facts, **plugin_facts(context.hooks.plugins)})
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the model with the key-value cache it came with: training goes without, generating should not."""

@@ -40,6 +40,8 @@ CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
     "dataset_tokens": ("dataset", "cutoff_len", "train_on_prompt"),
 }
 """Facts that follow from others: where one of those differs too, that one is the difference to tell of."""
+WARNED = "plugin_code"
+"""Fact whose difference is told and stops nothing: a plugin's code changes with each of its comments."""
 NEVER_ALLOWED = ("optim", "optim_args")
 """Facts that the optimizer's saved state is made for: no other state continues it."""
 
@@ -122,6 +124,9 @@ def resume_problems(
         return [damaged], []
     changes = _config_changes(folder, config) | _fact_changes(saved, facts)
     changes = {name: pair for name, pair in changes.items() if not changes.keys() & set(CONSEQUENCES.get(name, ()))}
+    before, after = changes.pop(WARNED, ({}, {}))
+    if other := sorted(name for name in before.keys() & after.keys() if before[name] != after[name]):
+        log.warning_rank0("%s was made with other code of the plugins %s", folder, ", ".join(other))
     allowed = allowed_changes(config) - set(NEVER_ALLOWED)
     problems = [
         Problem(
@@ -181,6 +186,8 @@ def _contents(value: Any) -> Any:
 
 def _words(value: Any) -> str:
     """Return a value as a user writes it; files as their names, with what tells equal names apart."""
+    if value == []:
+        return "none"
     if isinstance(value, list) and all(isinstance(item, dict) and "sha256" in item for item in value):
         return ", ".join(f"{file['name']} ({file['rows']} rows, sha256 {file['sha256'][:8]})" for file in value)
     return shown(value)

@@ -64,6 +64,8 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
     runs they have been taken off the line before argparse sees it, by rules that argparse does not have; its own
     help names only the option that prints them all, unless ``list_options``.
     """
+    keys = list(keys)
+    plugins = next(key for key in keys if key.path == "plugins")
     keys = [key for key in keys if list_options and key.cli]
     parser = Parser(
         prog="torchturbo",
@@ -80,13 +82,13 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
     from torchturbo.cli.quickstart import add_options  # which uses the Parser above
 
     add_options(_command(commands, "quickstart", "train a small model on this machine, from nothing"))
-    _add_config_commands(commands, keys, help_flag)
+    _add_config_commands(commands, keys, plugins, help_flag)
     completion = _command(commands, "completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS)
     return parser
 
 
-def _add_config_commands(commands: Commands, keys: list[Key], help_flag: str) -> None:
+def _add_config_commands(commands: Commands, keys: list[Key], plugins: Key, help_flag: str) -> None:
     config = _command(commands, "config", "show, explain, check and start configurations")
     actions = config.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
 
@@ -111,7 +113,11 @@ def _add_config_commands(commands: Commands, keys: list[Key], help_flag: str) ->
     )
 
     schema = _command(actions, "schema", "print the JSON Schema that editors read")
-    schema.add_argument("--path", action="store_true", help="print the path of the installed file instead")
+    of_what = schema.add_mutually_exclusive_group()
+    of_what.add_argument("--path", action="store_true", help="print the path of the installed file instead")
+    text = "print the schema of a plugin's settings file instead; runs the plugin's code"
+    plugin = of_what.add_argument(plugins.cli or "", dest="plugin", metavar=plugins.metavar, help=text)
+    _complete_files(plugin)
 
 
 def _command(commands: Commands, name: str, text: str) -> Parser:

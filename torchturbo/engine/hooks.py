@@ -74,7 +74,9 @@ class Hooks:
         """Tell every plugin once that the run is over, when this block is left, however it is left."""
         try:
             yield
-        except BaseException:
+        except BaseException as cause:
+            if self.run is not None:
+                self.run.error = cause
             for error in self._end():  # the error that ended the run is the one to be seen
                 log.warning("%s", error)
             raise

@@ -14,10 +14,11 @@ The engine's own observers (profiler, memory snapshot, utilisation) are plugins 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +50,19 @@ class Run:
     """The model that is trained, not wrapped for distribution; None until it is built."""
     step: int = 0
     """Optimizer steps that are finished, those before a resume included."""
+    error: BaseException | None = None
+    """What ended the run before its last step; None while it goes on, and in :meth:`Plugin.end` of a whole one."""
+
+
+class Origin(NamedTuple):
+    """Where a plugin comes from: what a launch named, and what the record of a run keeps of it."""
+
+    given: str
+    """As on the command line: ``PATH.py:CONFIG`` or ``NAME:CONFIG``."""
+    sha256: str
+    """Of the file with its code."""
+    settings: Mapping[str, Any] | None
+    """As they were handed to the plugin."""
 
 
 class Plugin:
@@ -61,7 +75,7 @@ class Plugin:
     ----------
     settings
         The plugin's own configuration file as one mapping, checked and completed by ``settings_schema``; None where
-        none was given.
+        none was given. ``self.settings`` is a mapping in both cases: without a file it holds the schema's defaults.
 
     """
 
@@ -69,9 +83,13 @@ class Plugin:
     """How messages call the plugin; the class's name where it is empty."""
     settings_schema: ClassVar[Mapping[str, Any] | None] = None
     """JSON Schema (draft 2020-12) of the configuration file; without one anything is handed on as it is."""
+    origin: Origin | None = None
+    """Set by the loader once the plugin is made; None for one that code made."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        self.settings = settings
+        from torchturbo.plugins.schema import filled
+
+        self.settings: Mapping[str, Any] = filled(settings or {}, self.settings_schema or {})
 
     # ---- once, while the run is set up ----
 
@@ -138,6 +156,10 @@ class Plugin:
         """The run is over, also after an error or Ctrl-C; called once, of every plugin."""
 
 
+HOOKS = tuple(name for name in vars(Plugin) if inspect.isfunction(vars(Plugin)[name]) and not name.startswith("_"))
+"""Names of all hooks, in the order in which a run comes by them."""
+
+
 @dataclass(frozen=True)
 class Registration:
     """A plugin class and the framework that it is for."""
@@ -148,7 +170,7 @@ class Registration:
 
 
 REGISTERED: list[Registration] = []
-"""What the plugin file that is being imported has registered so far."""
+"""Everything that plugin files and packages of this process have registered so far."""
 
 P = TypeVar("P", bound=type[Plugin])
 

@@ -52,9 +52,10 @@ def read_command(argv: Sequence[str]) -> Command:
     named = line.reading.settings.get("config_path")
     merged = merge(read_layers(line.reading, named.value if named else None, framework_values(said, typed=True)))
     if problems or base.config_problems(merged):
+        from torchturbo.plugins.load import file_problems
         from torchturbo.train.prepare import path_problems
 
-        problems += path_problems(parsed)
+        problems += path_problems(parsed) + file_problems(merged.values.get("plugins", ()))
     config = base.checked_config(merged, problems)
     set_torchturbo_args(parse_torchturbo_args(argv)[0])
     kept = {name: value for name, value in said.items() if name not in TAKEN_OVER}

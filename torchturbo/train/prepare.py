@@ -25,7 +25,7 @@ from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.plugins.contract import Plugin, Run
-from torchturbo.plugins.load import load_plugins
+from torchturbo.plugins.load import load_plugins, plugin_facts
 from torchturbo.runtime import Runtime, current_runtime
 from torchturbo.train.arguments import (
     CURVE_POINTS,
@@ -288,6 +288,7 @@ def _compare(job: Job) -> None:
         if allowed_changes(job.config):
             log.warning_rank0("%s says nothing to a run that resumes nothing", resume_flag())
         return
+    extra = {**extra, **plugin_facts(job.plugins)}
     facts = run_facts(taken_over(job.training, job.plan.accumulation), job.plan.world_size, extra)
     problems, _ = resume_problems(job.resume, job.config, facts, resume_flag())
     if problems:

@@ -43,7 +43,7 @@ def read_document(path: str) -> tuple[Node | None, list[Problem]]:
         (of two equal keys the second, of an unknown tag only the tag), so that the rest can be checked too.
     """
     try:
-        text = _decode(path, _read_bytes(path))
+        text = _decode(path, read_bytes(path))
     except Refused as refused:
         return None, [refused.problem]
     builder = TreeBuilder(path)
@@ -58,14 +58,21 @@ def read_document(path: str) -> tuple[Node | None, list[Problem]]:
     return builder.root, builder.problems
 
 
-def _read_bytes(path: str) -> bytes:
+def read_bytes(
+    path: str, expected: str = "a YAML or JSON file", usual: str = "a configuration is a few kilobytes"
+) -> bytes:
+    """Return what a file holds, which may be of any kind, unreadable, or another one a moment later.
+
+    Raises:
+        Refused: it is no regular file, too large, or can't be read; ``expected`` and ``usual`` tell what it should be.
+    """
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):  # before opening it: opening a pipe waits for a writer
             kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "no regular file")
-            raise Refused(Problem(path, "", f"expected a file, got {kind}", "name a YAML or JSON file"))
+            raise Refused(Problem(path, "", f"expected a file, got {kind}", f"name {expected}"))
         if status.st_size <= MAX_BYTES:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_without_waiting) as file:
                 data = file.read(MAX_BYTES + 1)  # bounded: a file may grow, and those of /proc have no size
             if len(data) <= MAX_BYTES:
                 return data
@@ -76,8 +83,13 @@ def _read_bytes(path: str) -> bytes:
     except ValueError as error:  # a name with NUL, or with characters that the file system's encoding lacks
         name = shorten(path.replace("\0", "\\0"), LONGEST_NAME)
         raise Refused(Problem(name, "", "no file can have this name")) from error
-    message = f"larger than {MAX_BYTES // 1_000_000} MB; a configuration is a few kilobytes"
+    message = f"larger than {MAX_BYTES // 1_000_000} MB; {usual}"
     raise Refused(Problem(path, "", message, "is it the right file?"))
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file so that one that became a pipe meanwhile is no wait for a writer: it reads as empty."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _remedy_for_missing(path: str) -> str:

@@ -1,0 +1,96 @@
+"""Plugin: an exponential moving average of the weights, saved with each checkpoint and as a model at the end.
+
+    torchturbo train ... --tt_plugin examples/plugins/ema.py:examples/plugins/ema.yaml
+
+The averaged model lies in ``ema/`` in the output folder and loads like any other. It often generalises better than
+the last weights (Polyak and Juditsky 1992, https://doi.org/10.1137/0330046). After ``n`` optimizer steps
+
+    average = d * average + (1 - d) * weights,   d = min(decay, (1 + n) / (10 + n)) with warm-up, else decay
+
+The warm-up is that of ``tf.train.ExponentialMovingAverage`` and forgets the first, untrained weights faster.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchturbo.plugins import Plugin, register
+
+FILE = "ema.safetensors"
+"""The averages in a checkpoint, by parameter name, in fp32."""
+
+
+@register()
+class ExponentialMovingAverage(Plugin):
+    """Keeps the average of every trained parameter, in fp32."""
+
+    name = "ema"
+    settings_schema = {
+        "type": "object",
+        "properties": {
+            "decay": {
+                "type": "number",
+                "minimum": 0,
+                "exclusiveMaximum": 1,
+                "default": 0.999,
+                "description": "How much of the average stays at each step; 0.999 looks back about 1000 steps.",
+            },
+            "warm_up": {
+                "type": "boolean",
+                "default": True,
+                "description": "Begin with a smaller decay, so that a short run is not dominated by its first weights.",
+            },
+            "device": {
+                "enum": ["model", "cpu"],
+                "default": "model",
+                "description": "Where the averages are kept; cpu saves memory on the device and copies each step.",
+            },
+        },
+        "additionalProperties": False,
+    }
+
+    def before_shard(self, model, run):
+        """Begin the average with the weights as they are; only what is trained has one."""
+        self.averages = {name: self._kept(parameter) for name, parameter in self._trained(model)}
+
+    def load_checkpoint(self, folder, run):
+        """Go on with the checkpoint's average, or begin with its weights where it was made without this plugin."""
+        if not (folder / FILE).is_file():
+            self.before_shard(run.model, run)
+            return
+        for name, average in load_file(folder / FILE).items():
+            self.averages[name].copy_(average)
+
+    @torch.no_grad()
+    def step_end(self, run):
+        decay = self.settings["decay"]
+        if self.settings["warm_up"]:
+            decay = min(decay, (1 + run.step) / (10 + run.step))
+        for name, parameter in self._trained(run.model):
+            average = self.averages[name]
+            average.lerp_(parameter.detach().to(average), 1 - decay)
+
+    def save_checkpoint(self, folder, run):
+        if run.rank == 0:
+            save_file(self.averages, folder / FILE)
+
+    @torch.no_grad()
+    def end(self, run):
+        """Save the model once with its averages in place of its weights; a run that failed has nothing to show."""
+        if run.error is not None:
+            return
+        last = {name: parameter.detach().clone() for name, parameter in self._trained(run.model)}
+        for name, parameter in self._trained(run.model):
+            parameter.copy_(self.averages[name])
+        run.trainer.save_model(str(run.output_dir / "ema"), _internal_call=True)  # on every rank; the first one writes
+        for name, parameter in self._trained(run.model):
+            parameter.copy_(last[name])
+
+    def _kept(self, parameter):
+        device = parameter.device if self.settings["device"] == "model" else "cpu"
+        return parameter.detach().to(device, torch.float32, copy=True)
+
+    @staticmethod
+    def _trained(model):
+        return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
