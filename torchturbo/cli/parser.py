@@ -79,6 +79,9 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
 
     train = _command(commands, "train", "fine-tune a model (add the options of Transformers' TrainingArguments)")
     _add_options(train, keys, help_flag)
+    factory = _command(commands, "llamafactory", "run LLaMA-Factory's training (its file, KEY=VALUE, its flags)")
+    _complete_files(factory.add_argument("file", metavar="FILE", nargs="?", help="its YAML or JSON file"))
+    _add_options(factory, keys, help_flag)
     from torchturbo.cli.quickstart import add_options  # which uses the Parser above
 
     add_options(_command(commands, "quickstart", "train a small model on this machine, from nothing"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 
 from torchturbo.errors import (
-    BAD_INPUT,
     DEBUG,
     INTERRUPTED,
     ConfigError,
     Diverged,
+    Problem,
     debugging,
+    fail,
     is_first_local_rank,
     print_errors,
 )
@@ -23,7 +25,21 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistBacke
 
 
 def run(argv: list[str]) -> int:
-    """Train as the command line says.
+    """Train as the command line says; see :func:`outcome` for what is returned."""
+    return _help() if asks_for_help(argv) else outcome(lambda: _train(argv))
+
+
+def _train(argv: list[str]) -> None:
+    try:
+        command = read_command(argv)
+        from torchturbo.train.run import run_command
+    except MissingLibrary as error:
+        fail([Problem("", "", f"{error.name} is not installed", "pip install 'torchturbo[train]'")])
+    run_command(command)
+
+
+def outcome(train: Callable[[], None]) -> int:
+    """Run a training and return its exit status, with a line for whatever went wrong.
 
     Returns
     -------
@@ -31,19 +47,10 @@ def run(argv: list[str]) -> int:
         0 after a finished run, 2 for bad input (every problem printed), 130 after Ctrl-C, 1 for anything else.
 
     """
-    if _asks_for_help(argv):
-        return _help()
     try:
-        command = read_command(argv)
-        from torchturbo.train.run import run_command
-
-        run_command(command)
+        train()
     except ConfigError as error:
         return int(error.code or 0)
-    except MissingLibrary as error:
-        if is_first_local_rank():
-            print_errors([f"{error.name} is not installed; pip install 'torchturbo[train]'"])
-        return BAD_INPUT
     except KeyboardInterrupt:
         if is_first_local_rank():
             print("\ninterrupted; the last checkpoint is as it was", file=sys.stderr)
@@ -59,7 +66,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _asks_for_help(argv: list[str]) -> bool:
+def asks_for_help(argv: list[str]) -> bool:
+    """Return whether a word before ``--`` asks for help."""
     return any(word in ("-h", "--help") for word in (argv[: argv.index("--")] if "--" in argv else argv))
 
 

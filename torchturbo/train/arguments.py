@@ -98,7 +98,7 @@ DESCRIPTION = (
 )
 
 
-class _ArgumentError(Exception):
+class ArgumentError(Exception):
     """What argparse found, without its exit."""
 
 
@@ -119,7 +119,7 @@ class FrameworkParser(HfArgumentParser):  # type: ignore[misc]
 
     def error(self, message: str) -> Any:
         """Raise instead of printing the usage of two hundred options."""
-        raise _ArgumentError(message)
+        raise ArgumentError(message)
 
 
 def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
@@ -127,7 +127,7 @@ def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
     parser = FrameworkParser()
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # only what is typed enters the namespace: said is said
-    typed, rest, problems = _parse_all(parser, argv)
+    typed, rest, problems = parse_all(parser, argv)
     problems += _unknown(parser, rest)
     parts = [_fields(kind, typed) for kind in (ModelArguments, DataArguments, TrainingArguments)]
     model, data = ModelArguments(**parts[0]), DataArguments(**parts[1])
@@ -202,7 +202,7 @@ def framework_help() -> str:
     return str(parser.format_help())
 
 
-def _parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
+def parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """Parse, taking each option out that argparse stumbles over, until nothing is left to stumble over."""
     problems: list[Problem] = []
     argv = list(argv)
@@ -217,7 +217,7 @@ def _parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any]
             if len(shorter) == len(argv):
                 return {}, [], problems
             argv = shorter
-        except _ArgumentError as error:
+        except ArgumentError as error:
             problems.append(Problem("", "", _one_line(error)))
             return {}, [], problems
 

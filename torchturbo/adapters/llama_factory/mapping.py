@@ -1,0 +1,84 @@
+"""LLaMA-Factory's arguments as a configuration layer: which of them mean a key of ours, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchturbo.adapters import hf_arguments
+from torchturbo.errors import Problem
+
+if TYPE_CHECKING:
+    from torchturbo.adapters.llama_factory.said import Said
+    from torchturbo.engine.config import FrameworkValue
+
+CHECKPOINTING = hf_arguments.CHECKPOINTING
+FREEZE = "freeze_policy"
+FREEZE_FLAGS: Mapping[str, str] = {
+    "freeze_vision_tower": f"{FREEZE}.vision_tower",
+    "freeze_multi_modal_projector": f"{FREEZE}.multi_modal_projector",
+    "freeze_language_model": f"{FREEZE}.language_model",
+}
+"""LLaMA-Factory's switches and our keys of the same meaning. Its own defaults freeze the first two."""
+
+MEANINGS: tuple[tuple[str, str, bool], ...] = (
+    ("disable_gradient_checkpointing", f"{CHECKPOINTING}.enabled", True),
+    ("use_reentrant_gc", f"{CHECKPOINTING}.use_reentrant", False),
+    *((name, path, False) for name, path in FREEZE_FLAGS.items()),
+)
+"""Switches of LLaMA-Factory's own: (name, our key, whether it means the opposite)."""
+
+
+def framework_values(said: Mapping[str, Said]) -> tuple[list[FrameworkValue], list[Problem]]:
+    """Return the keys that the user set through LLaMA-Factory, and where two of its arguments contradict each other.
+
+    Only what was written counts: a default of LLaMA-Factory's or of TrainingArguments says nothing.
+    """
+    from torchturbo.engine.config import FrameworkValue
+
+    plain = {name: one.value for name, one in said.items()}
+    values = [
+        value._replace(place=placed(value.place, said))
+        for value in hf_arguments.framework_values(plain, typed=True)
+        if value.path != hf_arguments.PRECISION or isinstance(switch(said, "bf16"), bool)
+    ]
+    for name, path, opposite in MEANINGS:
+        on = switch(said, name)
+        if on is not None:
+            values.append(FrameworkValue(path, on != opposite, said[name].place))
+    kept: dict[str, FrameworkValue] = {}
+    problems = []
+    for value in values:
+        other = kept.setdefault(value.path, value)
+        if other.value != value.value:
+            problems.append(Problem(value.place, "", f"contradicts {other.place}", "keep one of them"))
+    return list(kept.values()), problems
+
+
+def placed(place: str, said: Mapping[str, Said]) -> str:
+    """Return where an argument stands that Transformers' part of the checks names as ``--name``."""
+    one = said.get(place.removeprefix("--"))
+    return one.place if one is not None else place
+
+
+def switch(said: Mapping[str, Said], name: str) -> bool | None:
+    """Return what the user set a switch to; None where nobody did, or with a value that is neither."""
+    value = said[name].value if name in said else None
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    return None
+
+
+def frozen_parts(config: Any) -> dict[str, bool]:
+    """Return LLaMA-Factory's freeze switches, by name, that follow from a configuration.
+
+    A layer of TorchTurbo's that sets one part of ``freeze_policy`` owns all three. What nobody set stays with
+    LLaMA-Factory's defaults and is missing here.
+    """
+    from torchturbo.config.layers import Layer
+
+    layers = {name: config.origin(path).layer for name, path in FREEZE_FLAGS.items()}
+    owned = any(layer > Layer.FRAMEWORK for layer in layers.values())
+    return {
+        name: bool(config.get(path)) for name, path in FREEZE_FLAGS.items() if owned or layers[name] > Layer.DEFAULT
+    }

@@ -1,0 +1,195 @@
+"""One run of LLaMA-Factory with the engine underneath, from its command line to the end of its ``run_exp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchturbo.adapters import base
+from torchturbo.adapters.llama_factory.command import Command
+from torchturbo.adapters.llama_factory.known import problems_with
+from torchturbo.adapters.llama_factory.mapping import frozen_parts
+from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_package
+from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
+from torchturbo.checkpoint.resume import checkpoints, find_checkpoint
+from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.hooks import Hooks
+from torchturbo.engine.steps.determinism import restored_determinism
+from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.parallel.agree import together
+from torchturbo.plugins.contract import Run
+from torchturbo.plugins.load import load_plugins
+from torchturbo.runtime import current_runtime
+
+DATA_FACTS = (
+    "dataset", "template", "cutoff_len", "train_on_prompt", "mask_history", "streaming", "buffer_size", "mix_strategy",
+    "interleave_probs", "max_samples", "val_size", "packing", "neat_packing", "default_system", "enable_thinking",
+)  # fmt: skip
+METHOD_FACTS = ("stage", "finetuning_type", "disable_shuffling", "lora_rank", "lora_alpha", "lora_target")
+"""LLaMA-Factory's arguments that decide what a step sees or what is trained: a resumed run has the same."""
+CPU_DEFAULTS = {"use_cpu": True, "dataloader_pin_memory": False}
+"""What is added on a machine without an accelerator; what the user wrote wins."""
+
+
+def run_command(command: Command, callbacks: Sequence[Any] = ()) -> None:
+    """Run LLaMA-Factory's ``run_exp`` in this process, a rank of its launch, with the engine underneath."""
+    config = command.config
+    base.apply_log_level(config)
+    plugins, problems = load_plugins(config, FRAMEWORK)
+    if problems:
+        fail(problems)
+    try:
+        package = import_package()
+    except ConfigError as error:
+        fail(error.problems)
+    if problems := problems_with(command.arguments, package.arguments):
+        fail(problems)
+    launch = Launch(config, command.arguments.said, plugins)
+    with restored_determinism(), engine_underneath(package, launch):
+        package.tuner.run_exp(args=_for_framework(command), callbacks=list(callbacks))
+
+
+def _for_framework(command: Command) -> Any:
+    """Return LLaMA-Factory's arguments with what this machine makes of the ones that nobody wrote."""
+    if torch.accelerator.is_available():
+        return command.arguments.for_framework
+    # Asked for no device, newer versions of Transformers start a CPU rank as a single process beside the others.
+    added = {name: on for name, on in CPU_DEFAULTS.items() if name not in command.arguments.said}
+    given = command.arguments.for_framework
+    if isinstance(given, dict):
+        return added | given
+    return [*given, *(word for name, on in added.items() for word in (f"--{name}", str(on)))]
+
+
+@contextmanager
+def engine_underneath(package: Package, launch: Launch) -> Iterator[None]:
+    """Put the engine under LLaMA-Factory's trainers, and take it out again.
+
+    Its workflows look their trainer class and their model loader up in their own modules; so does its tuner with
+    the reading of arguments.
+    """
+    with ExitStack() as stack:
+        tuner = package.tuner
+        stack.enter_context(replaced(tuner, "get_train_args", _reader(tuner.get_train_args, launch)))
+        for stage, (_, name) in TRAINERS.items():
+            workflow = package.workflows[stage]
+            stack.enter_context(replaced(workflow, name, engine_trainer(getattr(workflow, name), launch)))
+            stack.enter_context(replaced(workflow, "load_model", _loader(workflow.load_model, launch)))
+        yield
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Hold another value under a module's name for the length of a block."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+# ---- LLaMA-Factory's arguments, once it has read them ----
+
+
+def _reader(read: Callable[..., Any], launch: Launch) -> Callable[..., Any]:
+    def get_train_args(*args: Any, **kwargs: Any) -> Any:
+        try:
+            parsed = read(*args, **kwargs)
+        except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
+            fail([Problem("LLaMA-Factory", "", " ".join(str(error).split()) or type(error).__name__)])
+        take_over(parsed, launch)
+        return parsed
+
+    return get_train_args
+
+
+def take_over(parsed: Sequence[Any], launch: Launch) -> None:
+    """Leave what the engine does to the engine in LLaMA-Factory's arguments, and check what is known by now."""
+    model, data, training, finetuning, _ = parsed
+    config = launch.config
+    model.disable_gradient_checkpointing = True  # the engine's step decides: one owner
+    model.compute_dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+    training.bf16 = config.mixed_precision == "bf16"
+    parts = frozen_parts(config)
+    for name, frozen in parts.items():
+        setattr(finetuning, name, frozen)
+    launch.facts |= {name: getattr(data, name, None) for name in DATA_FACTS}
+    launch.facts |= {name: getattr(finetuning, name, None) for name in METHOD_FACTS}
+    with together("checking the run"):
+        _check(training, launch)
+
+
+def _check(training: Any, launch: Launch) -> None:
+    config = launch.config
+    runtime = current_runtime(use_cpu=training.use_cpu)
+    plan = base.plan_batch(
+        config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
+    )
+    found: list[Any] = [
+        plan, base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size),
+        _newest_whole(training, launch),
+    ]  # fmt: skip
+    if problems := [problem for problem in found if isinstance(problem, Problem)]:
+        raise ConfigError(problems)
+
+
+def _newest_whole(training: Any, launch: Launch) -> Problem | None:
+    """Resume from the newest whole checkpoint where LLaMA-Factory took the newest by itself."""
+    chosen = training.resume_from_checkpoint
+    if chosen is None or "resume_from_checkpoint" in launch.said or not training.do_train:
+        return None
+    output_dir = Path(training.output_dir)
+    found = find_checkpoint(True, output_dir, "output_dir") if checkpoints(output_dir) else Path(chosen)
+    if isinstance(found, Problem):
+        return found._replace(remedy="use another output_dir, or overwrite_output_dir: true")
+    training.resume_from_checkpoint = str(found)
+    return None
+
+
+# ---- the model, before its weights are read ----
+
+
+def _loader(load: Callable[..., Any], launch: Launch) -> Callable[..., Any]:
+    def load_model(
+        tokenizer: Any, model_args: Any, finetuning_args: Any, is_trainable: bool = False, **rest: Any
+    ) -> Any:
+        if is_trainable:
+            with together("checking the model"):
+                _check_model(model_args, launch)
+        return load(tokenizer, model_args, finetuning_args, is_trainable, **rest)
+
+    return load_model
+
+
+def _check_model(model_args: Any, launch: Launch) -> None:
+    """Ask every step of the engine whether it can work on the model, made on the meta device."""
+    model = _empty_model(model_args)
+    if model is None:
+        return
+    if (problem := quantised(model)) is not None:
+        raise ConfigError([problem])
+    runtime = current_runtime()
+    run = Run(launch.config, runtime, 1, 0, Path(), FRAMEWORK)
+    context = Context(runtime, hooks=Hooks(run, launch.plugins))
+    if problems := Engine(launch.config, context).problems(model):
+        raise ConfigError(problems)
+
+
+def _empty_model(model_args: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    options = {"trust_remote_code": model_args.trust_remote_code}
+    hub = {"revision": model_args.model_revision, "cache_dir": model_args.cache_dir, "token": model_args.hf_hub_token}
+    try:
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path, **options, **hub)
+        pictures = type(config) in AutoModelForImageTextToText._model_mapping
+        kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
+        with torch.device("meta"):
+            return kind.from_config(config, **options)
+    except Exception:  # whatever a model needs to be made; reading its weights tells what is wrong with it
+        return None
