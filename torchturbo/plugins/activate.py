@@ -42,6 +42,8 @@ class Candidate(NamedTuple):
     def place(self, method: str = "") -> str:
         """Return ``file:line`` of the class, or of one of its methods."""
         subject = getattr(self.plugin, method) if method else self.plugin
+        if method and not inspect.isroutine(subject):
+            return self.place()
         try:
             return f"{shown_path(inspect.getsourcefile(subject) or '')}:{inspect.getsourcelines(subject)[1]}"
         except (OSError, TypeError):

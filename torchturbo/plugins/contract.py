@@ -182,8 +182,12 @@ def register(framework: str | None = None) -> Callable[[P], P]:
     ------
     ValueError
         If there is no such framework.
+    TypeError
+        If it is put above a class without its parentheses.
 
     """
+    if isinstance(framework, type):
+        raise TypeError("register is called with the class itself; write @register()")
     if framework is not None and framework not in FRAMEWORKS:
         raise ValueError(f"{framework!r} is no framework; expected one of {', '.join(FRAMEWORKS)}")
 

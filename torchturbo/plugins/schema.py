@@ -43,7 +43,6 @@ _BOUNDS: Final = {
 def schema_problems(schema: Any, place: str) -> list[Problem]:
     """Return what is wrong with a schema itself: no schema of this draft, a ``$ref`` to nowhere, a wrong default."""
     from jsonschema.exceptions import SchemaError
-    from referencing.exceptions import Unresolvable
 
     def wrong(message: str, remedy: str = "", way: str = "") -> list[Problem]:
         return [Problem(place, NAME + way, message, remedy)]
@@ -55,14 +54,14 @@ def schema_problems(schema: Any, place: str) -> list[Problem]:
     try:
         json.dumps(schema, allow_nan=False)
         _validator(schema).check_schema(schema)
-        for _ in _validator(schema).iter_errors({}):  # meets a wrong pattern or reference of the top level
+        if lost := [reference for reference in _references(schema) if not _leads(reference, schema)]:
+            return wrong(f"its $ref {shorten(lost[0])} leads nowhere")
+        for _ in _validator(schema).iter_errors({}):  # meets references that go round in a circle
             pass
         found = list(_wrong_defaults(schema))
     except SchemaError as error:
         way = dotted(tuple(error.absolute_path))
         return wrong(f"is no JSON Schema: {shorten(error.message)}", way=f".{way}" if way else "")
-    except Unresolvable as error:
-        return wrong(f"its $ref {error.ref} leads nowhere")
     except RecursionError:
         return wrong("leads back into itself without end", "end a chain of $ref or default somewhere")
     except Exception as error:  # a reference to nowhere, no regular expression, values that JSON does not have
@@ -85,7 +84,7 @@ def check(document: Document, schema: Mapping[str, Any]) -> tuple[dict[str, Any]
     if not problems:
         try:
             errors = list(islice(_validator(schema).iter_errors(values), MAX_PROBLEMS))
-        except Exception as error:  # of the schema: deeper than its top level it is met only here
+        except Exception as error:  # of the schema: a reference by name, for example, is followed only here
             message = f"can't be applied: {type(error).__name__}: {shorten(' '.join(str(error).split()))}"
             return values, [Problem(document.path, NAME, message, "the plugin's author can mend it")]
         placed = [item for error in errors for item in _problems(error, document)]
@@ -130,11 +129,40 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return schema
-        schema = root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
+        schema = _at(reference, root)
     return {}
+
+
+def _references(part: Any) -> Iterator[str]:
+    """Yield every reference of a schema, values that only look like one left out."""
+    if isinstance(part, Mapping):
+        if isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        for key, value in part.items():
+            if key not in ("const", "default", "enum", "examples"):
+                yield from _references(value)
+    elif isinstance(part, list | tuple):
+        for value in part:
+            yield from _references(value)
+
+
+def _leads(reference: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a reference leads somewhere; names (``$anchor``, ``$id``) are left to the validator."""
+    if reference.startswith("#/"):
+        return _at(reference, schema) is not None
+    return reference.startswith("#") or "://" not in reference or reference.startswith(DRAFT.rpartition("/")[0])
+
+
+def _at(reference: str, schema: Any) -> Any:
+    """Return what a reference ``#/...`` leads to by its JSON Pointer (RFC 6901), or None."""
+    for step in reference.removeprefix("#").split("/")[1:]:
+        if isinstance(schema, Mapping):
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~"))
+        elif isinstance(schema, list | tuple) and step.isdigit() and int(step) < len(schema):
+            schema = schema[int(step)]
+        else:
+            return None
+    return schema
 
 
 def _wrong_defaults(schema: Mapping[str, Any], way: str = "", root: Any = None) -> Iterator[tuple[str, str]]:

@@ -69,7 +69,12 @@ def read_settings(path: str) -> tuple[Document | None, list[Problem]]:
         message = f"expected a mapping of settings, got {found}"
         return None, [*problems, Problem(f"{path}:{node.line}:{node.column}", "", message, "write `key: value` lines")]
     values = _Reading(path, problems).value(node, ())
+    problems.sort(key=lambda problem: _position(problem.place, path))
     return Document(path, node, values), problems
+
+
+def _position(place: str, path: str) -> list[int]:
+    return [int(part) for part in place.removeprefix(f"{path}:").split(":") if part.isdigit()]
 
 
 class _Reading:
