@@ -208,10 +208,10 @@ IDLE = "activation_checkpointing: {enabled: false, use_reentrant: false}"
 
 def test_validate_warns_of_what_train_refuses(torchturbo: Run) -> None:
     """A key without its feature is no error of the file, and no surprise at the start of a run either."""
-    done = torchturbo("config", "validate", write("loss_chunk: {enabled: true}"))
+    done = torchturbo("config", "validate", write("mtp: {enabled: true}"))
     assert 0 == done.status
     assert [
-        "turbo.yaml:1:23: warning: loss_chunk.enabled: not available in this version; remove it; the default is in force",
+        "turbo.yaml:1:16: warning: mtp.enabled: not available in this version; remove it; the default is in force",
         "turbo.yaml: ok",
     ] == done.out.splitlines()
 

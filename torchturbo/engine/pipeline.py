@@ -46,7 +46,12 @@ STEPS: tuple[Step, ...] = (
     Step("plugins: model built", "torchturbo.engine.hooks:model_built"),
     Step("determinism", "torchturbo.engine.steps.determinism:apply", ("use_deterministic_algorithms",)),
     Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
-    Step("losses", "torchturbo.engine.steps.losses:apply", check="torchturbo.engine.steps.losses:check"),
+    Step(
+        "losses",
+        "torchturbo.engine.steps.losses:apply",
+        ("loss_chunk.enabled", "loss_chunk.chunk_size"),
+        check="torchturbo.engine.steps.losses:check",
+    ),
     Step(
         "activation checkpointing",
         "torchturbo.engine.steps.activation_checkpointing:apply",

@@ -1,4 +1,4 @@
-"""Step: losses. The model's token cross-entropy and the plugins' terms go through the one normaliser."""
+"""Step: losses. The model's cross-entropy, in chunks where wanted, and plugins' terms go through the one normaliser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import nn
 
 from torchturbo.engine.hooks import Hooks, name_of
 from torchturbo.engine.model import base_model
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, fail
+from torchturbo.generated.keys import KEYS
+from torchturbo.objectives import chunked
+from torchturbo.objectives.chunked_check import obstacle
 from torchturbo.objectives.normalise import Normaliser, Term, own_loss_function
 
 if TYPE_CHECKING:
@@ -18,24 +21,40 @@ if TYPE_CHECKING:
     from torchturbo.engine.engine import Context
     from torchturbo.plugins.contract import Plugin
 
+CHUNKED, CHUNK_SIZE = "loss_chunk.enabled", "loss_chunk.chunk_size"
+
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
-    """Return a problem for each plugin whose loss term the model's loss has no place for."""
-    if computes_causal_cross_entropy(base := base_model(model)):
-        return []
+    """Return a problem for each plugin whose loss term the model's loss has no place for, and for a loss in one piece."""
+    base = base_model(model)
+    problems = _chunking_problems(base, config)
+    if computes_causal_cross_entropy(base):
+        return problems
     message = f"{type(base).__name__} computes a loss of its own, which takes no further term"
-    return [
+    return problems + [
         Problem("", f"plugin {name_of(plugin)}", message, "use the plugin with a causal language model")
         for plugin in context.hooks.overriding("loss_term")
     ]
 
 
+def _chunking_problems(base: nn.Module, config: EngineConfig) -> list[Problem]:
+    if not config.loss_chunk.enabled or (found := obstacle(base)) is None:
+        return []
+    return [Problem(config.origin(CHUNKED).place, CHUNKED, found, "set it to false")]
+
+
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
-    """Install the normaliser on a model whose loss is Transformers' causal-LM cross-entropy.
+    """Install the normaliser on a model whose loss is Transformers' causal-LM cross-entropy, and the chunks below it.
 
     Any other loss (an own loss function, an encoder-decoder) stays with the framework, whose own scaling then holds.
     """
     base = base_model(model)
+    chunked.remove(base)  # an earlier trainer may have prepared the same model otherwise
+    size = config.loss_chunk.chunk_size
+    if config.loss_chunk.enabled:
+        if problems := _chunking_problems(base, config):
+            fail(problems)
+        chunked.install(base, KEYS[CHUNK_SIZE].default if size is None else size)
     if computes_causal_cross_entropy(base):
         context.normaliser = Normaliser(ranks=context.world_size)
         context.normaliser.terms += [term_of(plugin, context.hooks) for plugin in context.hooks.overriding("loss_term")]

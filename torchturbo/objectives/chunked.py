@@ -1,0 +1,202 @@
+"""Chunked loss: a model's head and cross-entropy run chunk by chunk in training, and the full logits never exist.
+
+The model's own forward goes on, so auxiliary losses and multi-modal arguments stay what they are. While it trains,
+its head returns :class:`DeferredLogits` instead of logits, and the loss function's cross-entropy calls the head's
+``loss``. All work with the head's weight is inside that one method, which a sharding backend can register as a forward
+method: the weight is then gathered once for all chunks.
+
+Model and head get a class made for them, with their own class as its base and under its name (as FSDP2 does); their
+attributes, and so state dicts, copies and pickles, are those of the plain model.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchturbo.engine.model import base_model
+from torchturbo.objectives.deferred import DeferredLogits, Operation
+from torchturbo.objectives.linear_cross_entropy import (
+    autocast_format,
+    gradient_in_forward_sum,
+    kept_rows,
+    recomputed_sum,
+)
+
+
+@dataclass
+class Chunking:
+    """What a model and its head share."""
+
+    size: int
+    """Rows of a chunk."""
+    active: bool = False
+    """Whether a training forward is under way."""
+    losses: int = 0
+    """Losses that the head has computed in it."""
+    trial: bool = False
+    """Whether only the way to the loss is of interest: the head then computes nothing."""
+
+
+class _Installed:
+    """Base of the classes made here. What they add is on the class: an instance's own attributes stay as they were."""
+
+    turbo_plain: Any
+    """The class before."""
+    turbo_chunking: Any
+    """Its :class:`Chunking`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as the plain class: the made one can't be imported anywhere."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (copyreg._reconstructor, (self.turbo_plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
+
+
+class ChunkedHead(_Installed):
+    """A head whose logits wait, during a training forward, for the loss that is made of them."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the logits [..., V] of hidden states [..., H], deferred while a training forward is under way."""
+        if not self.turbo_chunking.active or args or kwargs:
+            return super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
+        linear: Any = linear_of(self)
+        dtype = autocast_format(hidden.device.type) or hidden.dtype
+        return DeferredLogits.of(self, hidden, linear.out_features, dtype)
+
+    def loss(
+        self, hidden: Tensor, target: Tensor, operations: tuple[Operation, ...] = (), ignore_index: int = -100
+    ) -> Tensor:
+        """Return the sum of the cross-entropies of hidden states [N, H] against targets [N], a scalar.
+
+        ``operations`` are done to the logits before. The result has at least float32.
+        """
+        chunking = self.turbo_chunking
+        chunking.losses += 1
+        if chunking.trial:
+            return hidden.new_zeros((), dtype=torch.float32)
+        target = target.to(hidden.device)
+        kept = kept_rows(target, ignore_index)
+        if needs_recomputing(self, hidden, operations):
+            project = super().forward  # type: ignore[misc]
+            return recomputed_sum(project, hidden, target, kept, operations, chunking.size)
+        head: Any = self
+        return gradient_in_forward_sum(hidden, head.weight, head.bias, target, kept, operations, chunking.size)
+
+
+class ChunkedModel(_Installed):
+    """A model whose training forward leaves the logits to the loss."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward; one that trains on labels returns no logits."""
+        model: Any = self
+        if not (model.training and torch.is_grad_enabled() and _wants_loss_alone(self.turbo_plain, args, kwargs)):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with training_forward(self.turbo_chunking):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not self.turbo_chunking.losses:
+            message = f"{type(self).__name__} computed its loss past the head that was prepared for a chunked loss"
+            raise RuntimeError(f"{message}: do not replace its head, forward or loss function after the engine started")
+        return without_logits(output)
+
+
+@contextmanager
+def training_forward(chunking: Chunking) -> Iterator[None]:
+    """Let the head defer its logits inside this block."""
+    chunking.active, chunking.losses = True, 0
+    try:
+        yield
+    finally:
+        chunking.active = False
+
+
+def install(base: nn.Module, size: int) -> None:
+    """Let a Transformers model compute its training loss in chunks of ``size`` rows.
+
+    What its forward does must be known to work: :func:`torchturbo.objectives.chunked_check.obstacle`.
+    """
+    chunking = Chunking(size)
+    _swap(head_of(base), ChunkedHead, chunking)
+    _swap(base, ChunkedModel, chunking)
+
+
+def remove(base: nn.Module) -> None:
+    """Give a model and its head their own classes back; nothing happens to a model without chunked loss."""
+    for module in (base, head_of(base)):
+        if isinstance(module, _Installed):
+            module.__class__ = module.turbo_plain
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Return whether a model's head is computed a second time in backward."""
+    head = head_of(base_model(model))
+    return isinstance(head, ChunkedHead) and needs_recomputing(head)
+
+
+def head_of(base: nn.Module) -> Any:
+    """Return the module that makes a Transformers model's logits; None where it names none."""
+    named: Any = getattr(base, "get_output_embeddings", lambda: None)
+    return named()
+
+
+def linear_of(head: Any) -> nn.Linear | None:
+    """Return the linear layer that a head is, or that PEFT has wrapped (LoRA, ``modules_to_save``); None for others."""
+    if isinstance(head, nn.Linear):
+        return head
+    if callable(wrapped := getattr(head, "get_base_layer", None)):
+        return linear_of(wrapped())
+    original = getattr(head, "original_module", None)
+    return None if original is None else linear_of(original)
+
+
+def needs_recomputing(head: Any, hidden: Tensor | None = None, operations: tuple[Operation, ...] = ()) -> bool:
+    """Return whether gradients can't be computed in forward: only for the plain matrix product they are known.
+
+    Not for a subclass of ``nn.Linear`` or a quantised weight; nor where an operation has a parameter of its own; nor
+    in fp16, whose range the sums before scaling may leave.
+    """
+    plain = head.turbo_plain is nn.Linear and type(head.weight) in (nn.Parameter, Tensor)
+    learned = any(
+        isinstance(value, Tensor) and value.requires_grad
+        for operation in operations
+        for value in (*operation.args, *operation.kwargs.values())
+    )
+    half = hidden is not None and torch.float16 in (hidden.dtype, autocast_format(hidden.device.type))
+    return not plain or learned or half
+
+
+def without_logits(output: Any) -> Any:
+    """Return a model's output, a mapping or a tuple, with None for logits that were never computed."""
+    if isinstance(output, Mapping):
+        kept = {name: value for name, value in output.items() if not isinstance(value, DeferredLogits)}
+        return type(output)(**kept)
+    return tuple(None if isinstance(value, DeferredLogits) else value for value in output)
+
+
+def _wants_loss_alone(plain: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call has labels and asks for no certain logits."""
+    given = dict(kwargs)
+    if args:
+        given |= inspect.signature(plain.forward).bind_partial(None, *args).arguments
+    kept = given.get("logits_to_keep")
+    return given.get("labels") is not None and (kept is None or (isinstance(kept, int) and kept == 0))
+
+
+def _swap(module: nn.Module, mixin: Any, chunking: Chunking) -> None:
+    plain: Any = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    # Trainers ask a model's forward which columns of the data it takes, and whether it takes loss arguments.
+    forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = plain.forward.__doc__
+    same = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names = {**same, "forward": forward, "turbo_plain": plain, "turbo_chunking": chunking}
+    module.__class__ = type(plain)(plain.__name__, (mixin, plain), names)
