@@ -31,6 +31,8 @@ DATA_FACTS = (
 )  # fmt: skip
 METHOD_FACTS = ("stage", "finetuning_type", "disable_shuffling", "lora_rank", "lora_alpha", "lora_target")
 """LLaMA-Factory's arguments that decide what a step sees or what is trained: a resumed run has the same."""
+BEFORE_THE_MODEL = ("load_tokenizer", "get_template_and_fix_tokenizer", "get_dataset")
+"""What a workflow calls before it loads the model, with what the user named."""
 CPU_DEFAULTS = {"use_cpu": True, "dataloader_pin_memory": False}
 """What is added on a machine without an accelerator; what the user wrote wins."""
 
@@ -79,6 +81,9 @@ def engine_underneath(package: Package, launch: Launch) -> Iterator[None]:
             workflow = package.workflows[stage]
             stack.enter_context(replaced(workflow, name, engine_trainer(getattr(workflow, name), launch)))
             stack.enter_context(replaced(workflow, "load_model", _loader(workflow.load_model, launch)))
+            for step in BEFORE_THE_MODEL:
+                if callable(function := getattr(workflow, step, None)):
+                    stack.enter_context(replaced(workflow, step, told(function)))
         yield
 
 
@@ -93,15 +98,25 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, before)
 
 
+def told(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of LLaMA-Factory's whose refusals are problems, as bad input of any other place is."""
+
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
+            causes = [str(one) for one in (error, error.__cause__) if one is not None]
+            fail([Problem("LLaMA-Factory", "", " ".join(" ".join(causes).split()) or type(error).__name__)])
+
+    return telling
+
+
 # ---- LLaMA-Factory's arguments, once it has read them ----
 
 
 def _reader(read: Callable[..., Any], launch: Launch) -> Callable[..., Any]:
     def get_train_args(*args: Any, **kwargs: Any) -> Any:
-        try:
-            parsed = read(*args, **kwargs)
-        except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
-            fail([Problem("LLaMA-Factory", "", " ".join(str(error).split()) or type(error).__name__)])
+        parsed = told(read)(*args, **kwargs)
         take_over(parsed, launch)
         return parsed
 
@@ -168,7 +183,8 @@ def _loader(load: Callable[..., Any], launch: Launch) -> Callable[..., Any]:
 
 def _check_model(model_args: Any, launch: Launch) -> None:
     """Ask every step of the engine whether it can work on the model, made on the meta device."""
-    model = _empty_model(model_args)
+    with torch.random.fork_rng(devices=[]):  # what a method initialises later is what it is without the check
+        model = _empty_model(model_args)
     if model is None:
         return
     if (problem := quantised(model)) is not None:
