@@ -91,9 +91,9 @@ class TorchTurboArgs(Launch):
     loss_chunk_size: int | None = None
     """Flattened tokens of one chunk. Smaller chunks hold fewer logits and take longer."""
     freeze_vision_tower: bool = False
-    """Do not train the vision encoder."""
+    """Do not train the vision encoder, nor the audio encoder of a model that has one."""
     freeze_multi_modal_projector: bool = False
-    """Do not train the projector between the vision encoder and the language model."""
+    """Do not train the projector between the encoders and the language model."""
     freeze_language_model: bool = False
     """Do not train the language model. With DSpark this trains the draft against a fixed target."""
     cap_lambda: float = 0.0
@@ -113,6 +113,6 @@ class TorchTurboArgs(Launch):
     hf_export: Literal["final", "every"] | None = None
     """Which training checkpoints also export Hugging Face safetensors. The exact training state is saved natively every time."""
     plugins: list[str] = field(default_factory=list)
-    """Plugin to load, a Python file that runs inside the training process: PATH.py, or PATH.py:CONFIG to hand it a configuration file. May be given several times."""
+    """Plugin to load, code that runs inside the training process: a Python file, or the name under which an installed package offers one. A YAML or JSON file behind a colon is handed to it as its settings: PATH.py:CONFIG or NAME:CONFIG. May be given several times; plugins are called in the order given."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
     """Options given on the command line, by their name without dashes; inputs of the launch left out."""

@@ -123,9 +123,9 @@ class FreezePolicy(FrozenValues):
     """Parts of a vision-language model whose parameters are not trained."""
 
     vision_tower: bool = False
-    """Do not train the vision encoder."""
+    """Do not train the vision encoder, nor the audio encoder of a model that has one."""
     multi_modal_projector: bool = False
-    """Do not train the projector between the vision encoder and the language model."""
+    """Do not train the projector between the encoders and the language model."""
     language_model: bool = False
     """Do not train the language model. With DSpark this trains the draft against a fixed target."""
 
@@ -193,7 +193,7 @@ class RuntimeArgs(FrozenValues):
     log_level: LogLevel = LogLevel.INFO
     """Level of TorchTurbo's own log lines."""
     plugins: tuple[str, ...] = ()
-    """Plugin to load, a Python file that runs inside the training process: PATH.py, or PATH.py:CONFIG to hand it a configuration file. May be given several times."""
+    """Plugin to load, code that runs inside the training process: a Python file, or the name under which an installed package offers one. A YAML or JSON file behind a colon is handed to it as its settings: PATH.py:CONFIG or NAME:CONFIG. May be given several times; plugins are called in the order given."""
     resume_allow: tuple[str, ...] = ()
     """Setting that may differ from the resumed checkpoint's although it changes the data order or the schedule. May be given several times."""
 

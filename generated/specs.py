@@ -304,7 +304,7 @@ ARG_SPECS: tuple[TurboArgSpec, ...] = (
         cli_name="--tt_freeze_vision_tower",
         metavar="BOOL",
         type=string_to_bool,
-        help="Do not train the vision encoder.",
+        help="Do not train the vision encoder, nor the audio encoder of a model that has one.",
     ),
     TurboArgSpec(
         name="freeze_multi_modal_projector",
@@ -313,7 +313,7 @@ ARG_SPECS: tuple[TurboArgSpec, ...] = (
         cli_name="--tt_freeze_multi_modal_projector",
         metavar="BOOL",
         type=string_to_bool,
-        help="Do not train the projector between the vision encoder and the language model.",
+        help="Do not train the projector between the encoders and the language model.",
     ),
     TurboArgSpec(
         name="freeze_language_model",
@@ -422,6 +422,6 @@ ARG_SPECS: tuple[TurboArgSpec, ...] = (
         cli_name="--tt_plugin",
         metavar="PATH",
         action="append",
-        help="Plugin to load, a Python file that runs inside the training process: PATH.py, or PATH.py:CONFIG to hand it a configuration file. May be given several times.",
+        help="Plugin to load, code that runs inside the training process: a Python file, or the name under which an installed package offers one. A YAML or JSON file behind a colon is handed to it as its settings: PATH.py:CONFIG or NAME:CONFIG. May be given several times; plugins are called in the order given.",
     ),
 )

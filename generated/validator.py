@@ -74,7 +74,10 @@ CHECKS: dict[str, Check] = {
     "profiling": boolean(),
     "memory_snapshot_steps": integer(minimum=1, maximum=2147483647, nullable=True),
     "log_level": one_of("DEBUG", "INFO", "WARNING", "ERROR"),
-    "plugins": strings(pattern="\\.py(:.+)?$", form="PATH.py or PATH.py:CONFIG"),
+    "plugins": strings(
+        pattern="\\.py(:.+)?$|^(?!([nN]ull|NULL|[nN]one|[tT]rue|[fF]alse)(:|$))[A-Za-z][A-Za-z0-9_-]+(:.+)?$",
+        form="PATH.py or PATH.py:CONFIG, or an installed plugin's NAME or NAME:CONFIG",
+    ),
     "resume_allow": strings(),
 }
 

@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes, framework_values, place, said_values, taken_over
+from torchturbo.adapters.hf_arguments import clashes, framework_values, loss_clash, place, said_values, taken_over
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
@@ -87,7 +87,25 @@ class TurboMixin(CheckpointMixin):
             self._start_engine()
             if self.model is not None:
                 self.turbo.prepare(self.model)
+                self._look_for_unused()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def _look_for_unused(self) -> None:
+        """Let DDP look for parameters that a batch leaves unused, where there can be some.
+
+        Trainer does so without checkpointing alone, for the reentrant kind can't go with it. A text batch of a
+        vision-language model would then stop the run at its second step.
+        """
+        if not self.turbo.context.partly_used or self.args.ddp_find_unused_parameters is not None:
+            return
+        section = self.turbo.config.activation_checkpointing
+        if not (section.enabled and section.use_reentrant):
+            self.args.ddp_find_unused_parameters = True
+        elif self.args.world_size > 1:
+            log.warning_rank0(
+                "a row without an image will stop this run: reentrant checkpointing keeps DDP from "
+                "looking for the parameters that it leaves unused"
+            )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
@@ -110,6 +128,8 @@ class TurboMixin(CheckpointMixin):
         hooks, wrong = self._hooks(config, runtime)
         engine = Engine(config, Context(runtime, args.world_size, args.process_index, hooks=hooks))
         problems += wrong
+        if clash := loss_clash(config, args.label_smoothing_factor):
+            problems.append(clash)
         if self.model is not None:
             problems += engine.problems(self.model)
         if problems or isinstance(plan, Problem):
@@ -165,6 +185,8 @@ class TurboMixin(CheckpointMixin):
         """Leave the scaling of losses to one owner: the normaliser, or Trainer where the user brought an own loss."""
         context = self.turbo.context
         if self.compute_loss_func is not None or self.label_smoother is not None:
+            if clash := loss_clash(self.turbo.config, 0, self.compute_loss_func):
+                fail([clash])
             context.normaliser = None
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
         self._plain_loss = owners[:2] == [TurboMixin, Trainer]

@@ -36,6 +36,8 @@ class Context:
     """Number format of the forward pass; None computes in the parameters' own."""
     normaliser: Normaliser | None = None
     """Scales the model's losses; None where the framework's own scaling holds."""
+    partly_used: bool = False
+    """Whether a batch can leave trained parameters without a gradient, as one without images does a vision tower's."""
     hooks: Hooks = field(default_factory=Hooks)
     """The run's plugins and observers."""
 

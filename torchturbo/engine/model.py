@@ -20,3 +20,13 @@ def base_model(model: nn.Module) -> nn.Module:
     """Return the Transformers model inside a PEFT model, or the model itself."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
+
+
+def input_embeddings(module: nn.Module) -> nn.Module | None:
+    """Return what a Transformers model, or a tower inside one, computes first; None where it can't tell."""
+    get: Callable[[], object] | None = getattr(module, "get_input_embeddings", None)
+    try:
+        found = get() if get else None
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Module) else None

@@ -45,6 +45,12 @@ def _imported(name: str) -> Any:
 STEPS: tuple[Step, ...] = (
     Step("plugins: model built", "torchturbo.engine.hooks:model_built"),
     Step("determinism", "torchturbo.engine.steps.determinism:apply", ("use_deterministic_algorithms",)),
+    Step(
+        "freeze",
+        "torchturbo.engine.steps.freeze:apply",
+        ("freeze_policy.vision_tower", "freeze_policy.multi_modal_projector", "freeze_policy.language_model"),
+        check="torchturbo.engine.steps.freeze:check",
+    ),
     Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
     Step(
         "losses",
@@ -67,10 +73,16 @@ LAUNCH: tuple[Step, ...] = (
     Step("batch", "torchturbo.adapters.base:plan_batch", ("gbs",)),
     Step("backend", "torchturbo.adapters.base:describe_backend", ("backend",)),
     Step("resume", "torchturbo.checkpoint.resume:allowed_changes", ("resume_allow",)),
+    Step("plugins", "torchturbo.plugins.load:load_plugins", ("plugins",)),
 )
 """What consumes a key before or beside the model."""
 
-OBSERVERS: tuple[Step, ...] = ()
+OBSERVERS: tuple[Step, ...] = (
+    Step("unused parameters", "torchturbo.observe.unused:observer"),
+    Step("memory snapshot", "torchturbo.observe.memory:from_config", ("memory_snapshot_steps",)),
+    Step("meter", "torchturbo.observe.mfu:from_config", ("mfu.enabled", "mfu.card")),
+    Step("profiler", "torchturbo.observe.profile:from_config", ("profiling",)),
+)
 """What watches a run: each function takes the configuration and returns a plugin, or None."""
 
 LIVE_KEYS: frozenset[str] = frozenset(key for step in (*STEPS, *LAUNCH, *OBSERVERS) for key in step.keys)

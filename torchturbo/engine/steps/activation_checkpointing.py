@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from torchturbo.engine.model import base_model
+from torchturbo.engine.model import base_model, input_embeddings
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 
@@ -31,13 +33,53 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if not getattr(base, "supports_gradient_checkpointing", False):
         _refuse_or_warn(base, config)
         return
-    # Transformers lets the embeddings' output require grad with it, which reentrant checkpointing needs to run at all.
     _switch(base, "enable", {"use_reentrant": section.use_reentrant})
+    _let_inputs_require_grad(base, reentrant=section.use_reentrant)
 
 
 def disable(model: nn.Module) -> None:
     """Turn checkpointing off in a model."""
-    _switch(base_model(model), "disable")
+    base = base_model(model)
+    _switch(base, "disable")
+    _remove_hooks(base)
+
+
+def _let_inputs_require_grad(base: nn.Module, *, reentrant: bool) -> None:
+    """Put hooks of our own in place of Transformers', which let the output of every embedding require grad.
+
+    Only reentrant checkpointing needs them: a layer whose inputs require no grad would get no gradient, whatever it
+    holds. Everywhere else they would cost a backward pass through a frozen vision tower, which trains nothing.
+    """
+    _remove_hooks(base)
+    hooks = []
+    for module in base.modules() if reentrant else ():
+        embeddings = input_embeddings(module)
+        if embeddings is not None and any(map(_trains, _checkpointed_layers(module))):
+            hooks.append(embeddings.register_forward_hook(_require_grad))
+    if hooks:  # under Transformers' names, so that its own switch finds them
+        vars(base).update(_require_grads_hooks=hooks, _require_grads_hook=hooks[0])
+
+
+def _remove_hooks(base: nn.Module) -> None:
+    for hook in vars(base).pop("_require_grads_hooks", None) or [vars(base).get("_require_grads_hook")]:
+        if hook is not None:
+            hook.remove()
+    vars(base).pop("_require_grads_hook", None)
+
+
+def _checkpointed_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers inside a module that are recomputed; a tower carries the same mark as its layers."""
+    for inner in module.modules():
+        if getattr(inner, "gradient_checkpointing", False) and not hasattr(inner, "get_input_embeddings"):
+            yield inner
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _require_grad(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+    output.requires_grad_(True)
 
 
 def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -> None:
