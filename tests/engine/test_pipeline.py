@@ -79,6 +79,7 @@ def test_the_launch_reads_every_key_it_claims(tmp_path: Path) -> None:
         "batch": lambda function: function(recorded, 1, 1, 2),
         "backend": lambda function: function(recorded, 2),
         "resume": lambda function: function(recorded),
+        "plugins": lambda function: function(recorded, "hf_trainer"),
     }
     assert calls.keys() == {step.name for step in LAUNCH}
     for step in LAUNCH:
