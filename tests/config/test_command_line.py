@@ -12,6 +12,7 @@ from torchturbo.config.commandline import read_command_line
 from torchturbo.generated.keys import KEYS
 
 UNKNOWN = "unknown option; did you mean"
+PLUGIN = "expected PATH.py or PATH.py:CONFIG, or an installed plugin's NAME or NAME:CONFIG"
 
 # What is left of a line, and what was set.
 TAKEN: list[tuple[str, list[str], dict[str, Any]]] = [
@@ -117,7 +118,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--tt_gbs=", "--tt_gbs: expected integer or null, got nothing; did you mean null?"),
     ("--tt_gbs ''", "--tt_gbs: expected integer or null, got nothing; did you mean null?"),
     ("--tt_backend=", "--tt_backend: expected fsdp2, got nothing; leave it out for its default"),
-    ("--tt_plugin=", "--tt_plugin: expected PATH.py or PATH.py:CONFIG, got nothing; leave it out for its default"),
+    ("--tt_plugin=", f"--tt_plugin: {PLUGIN}, got nothing; leave it out for its default"),
     ("--tt_config=", "--tt_config: expected string or null, got nothing; did you mean null?"),
     (
         "--tt_enable_mtp=",
@@ -206,10 +207,13 @@ REFUSED: list[tuple[str, str]] = [
     # plugins
     (
         "--tt_plugin a.py, b.py",
-        '--tt_plugin: expected PATH.py or PATH.py:CONFIG, got "a.py,"; give --tt_plugin once for each',
+        f'--tt_plugin: {PLUGIN}, got "a.py,"; give --tt_plugin once for each',
     ),
-    ("--tt_plugin null", '--tt_plugin: expected PATH.py or PATH.py:CONFIG, got "null"; leave it out for its default'),
-    ("--tt_plugin a.txt", '--tt_plugin: expected PATH.py or PATH.py:CONFIG, got "a.txt"'),
+    ("--tt_plugin null", f'--tt_plugin: {PLUGIN}, got "null"; leave it out for its default'),
+    ("--tt_plugin None:x", f'--tt_plugin: {PLUGIN}, got "None:x"'),
+    ("--tt_plugin a.txt", f'--tt_plugin: {PLUGIN}, got "a.txt"'),
+    ("--tt_plugin C:/a.txt", f'--tt_plugin: {PLUGIN}, got "C:/a.txt"'),
+    ("--tt_plugin my_plugin:", f'--tt_plugin: {PLUGIN}, got "my_plugin:"'),
 ]
 
 
@@ -235,9 +239,9 @@ def test_long_values_are_cut_in_errors() -> None:
 
 def test_plugins_and_resume_permissions_add_up() -> None:
     """Lists collect every occurrence in order."""
-    line = "--tt_plugin a.py --tt_resume_allow gbs --tt_plugin=b.py:c.yaml --tt_resume_allow mtp.enabled"
-    done = launch(words(line))
-    assert ("a.py", "b.py:c.yaml") == tuple(done["plugins"])
+    line = "--tt_plugin a.py --tt_resume_allow gbs --tt_plugin=b.py:c.yaml --tt_plugin ema --tt_plugin my-own_1:d.json"
+    done = launch(words(f"{line} --tt_resume_allow mtp.enabled"))
+    assert ("a.py", "b.py:c.yaml", "ema", "my-own_1:d.json") == tuple(done["plugins"])
     assert ("gbs", "mtp.enabled") == tuple(done["resume_allow"])
 
 
