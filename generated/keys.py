@@ -568,6 +568,7 @@ KEYS: dict[str, Key] = {
             arg_default=False,
             cli="--tt_freeze_vision_tower",
             metavar="BOOL",
+            strict_on_resume=True,
         ),
         Key(
             path="freeze_policy.multi_modal_projector",
@@ -581,6 +582,7 @@ KEYS: dict[str, Key] = {
             arg_default=False,
             cli="--tt_freeze_multi_modal_projector",
             metavar="BOOL",
+            strict_on_resume=True,
         ),
         Key(
             path="freeze_policy.language_model",
@@ -594,6 +596,7 @@ KEYS: dict[str, Key] = {
             arg_default=False,
             cli="--tt_freeze_language_model",
             metavar="BOOL",
+            strict_on_resume=True,
         ),
         Key(
             path="diffusion.cap_lambda",

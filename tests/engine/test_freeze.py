@@ -13,6 +13,9 @@ import tiny_vlm
 import torch
 from ranks import run_ranks
 
+from torchturbo.checkpoint.record import write_record
+from torchturbo.checkpoint.resume import resume_problems
+from torchturbo.cli.main import main
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import EngineConfig, build_from_args
 from torchturbo.engine.engine import Context, Engine
@@ -249,6 +252,35 @@ def test_heads_that_come_later_are_left_to_train() -> None:
     assert [] == refusals(model, FLAGS["language_model"])
     prepared(model, FLAGS["language_model"])
     assert {"mtp.weight", "mtp.bias"} == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_resume_with_another_policy_is_an_error_that_nothing_allows(tmp_path: Path) -> None:
+    """The optimizer's state is that of the parameters that were trained."""
+    write_record(tmp_path, config(FLAGS["vision_tower"]), {}, 1)
+    key = "freeze_policy.vision_tower"
+
+    problems, allowed = resume_problems(tmp_path, config("--tt_resume_allow", key), {}, "--tt_resume_allow")
+
+    assert [key] == [problem.key for problem in problems]
+    assert "was made with true, this run has false" in problems[0].message
+    assert "--tt_resume_allow" not in problems[0].remedy
+    assert [] == allowed
+
+
+def test_train_refuses_before_a_weight_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And makes no output folder."""
+    monkeypatch.delattr("torchturbo.train.run.load_model")
+    folder = tiny.save(tmp_path / "model")
+    data = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.rows(4))
+    words = ["--model_name_or_path", str(folder), "--dataset", str(data), "--output_dir", str(tmp_path / "out")]
+    before = sorted(tmp_path.iterdir())
+
+    assert 2 == main(["train", *words, "--use_cpu", "true", FLAGS["vision_tower"]])
+
+    assert f"{FLAGS['vision_tower']}: freeze_policy.vision_tower: LlamaForCausalLM has no" in capsys.readouterr().err
+    assert before == sorted(tmp_path.iterdir())
 
 
 # ---- training ----
