@@ -16,7 +16,7 @@ from torchturbo.checkpoint.resume import allowed_changes
 from torchturbo.engine.args import TorchTurboArgs, parse_torchturbo_args
 from torchturbo.engine.config import EngineConfig, build_from_args, merge_args
 from torchturbo.engine.engine import Context
-from torchturbo.engine.pipeline import LAUNCH, LIVE_KEYS, STEPS, inactive_problems
+from torchturbo.engine.pipeline import LAUNCH, LIVE_KEYS, OBSERVERS, STEPS, inactive_problems
 from torchturbo.generated.keys import KEYS, SECTIONS
 
 
@@ -90,7 +90,7 @@ def test_the_launch_reads_every_key_it_claims(tmp_path: Path) -> None:
 
 def test_every_claim_is_a_key_and_no_key_is_claimed_twice() -> None:
     """A typo in a claim would switch the refusal off for nothing."""
-    claims = [key for step in (*STEPS, *LAUNCH) for key in step.keys]
+    claims = [key for step in (*STEPS, *LAUNCH, *OBSERVERS) for key in step.keys]
 
     assert sorted(set(claims)) == sorted(claims)
     assert set(claims) <= KEYS.keys()
@@ -152,7 +152,7 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the pipeline and those the adapter found itself, in one error."""
     from torchturbo.errors import ConfigError, Problem
 
-    args = parse_torchturbo_args(["--tt_enable_mtp", "--tt_sp_size", "2", "--tt_profiling"])[0]
+    args = parse_torchturbo_args(["--tt_enable_mtp", "--tt_sp_size", "2", "--tt_ep_size", "2"])[0]
 
     with pytest.raises(ConfigError) as caught:
         base.checked_config(merge_args(args), [Problem("--fp16", "", "no")])
@@ -160,8 +160,8 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(item.key for item in caught.value.problems) == [
         "",
         "mtp.enabled",
+        "parallel_plan.ep_size",
         "parallel_plan.sp_size",
-        "profiling",
     ]
     assert capsys.readouterr().err.count("error:") == 4
 

@@ -111,7 +111,6 @@ def test_all_that_is_wrong_with_the_arguments_at_once(tmp_path: Path, capsys: py
         (["--no_average_tokens_across_devices"], "--average_tokens_across_devices: the engine always counts"),
         (["--accelerator_config", '{"split_batches": true}'], "--accelerator_config: split_batches would divide"),
         (["--tt_enable_mtp"], "--tt_enable_mtp: mtp.enabled: not available in this version; remove it"),
-        (["--tt_profiling"], "--tt_profiling: profiling: not available in this version"),
         (["--tt_plugin", "x.py"], "x.py: no such file; the path is taken from "),
         (["--logging_steps", "0"], "logging strategy"),
         (["--", "--tt_gbs", "2"], "--tt_gbs: unknown argument"),

@@ -69,6 +69,8 @@ class Choice(NamedTuple):
     peak: Peak | None
     why: str
     """One line for the log."""
+    assumed: bool = False
+    """Whether the device is not in the table."""
 
 
 def choose(card: str | None, device_name: str, default_card: str | None) -> Choice:
@@ -91,7 +93,8 @@ def choose(card: str | None, device_name: str, default_card: str | None) -> Choi
     if (known := row_of(device_name)) is not None:
         return Choice(known, f"MFU against {_words(known)}, for {device_name}")
     row = CARDS[default_card]
-    return Choice(row, f"no peak is known for {device_name}: MFU against {_words(row)}; set mfu.card to choose another")
+    why = f"no peak is known for {device_name}: MFU against {_words(row)}; set mfu.card to choose another"
+    return Choice(row, why, assumed=True)
 
 
 def _words(row: Peak) -> str:

@@ -26,14 +26,26 @@ class UnusedParameters(Plugin):
 
     name = "unused parameters"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked = False
+        self._handle: Any = None
+
     def optimizer_built(self, optimizer: Optimizer, run: Run) -> None:
         """Look once at the gradients that the first step finds."""
 
         def look(*_: Any) -> None:
-            handle.remove()
-            report(run.model)
+            if not self._looked:
+                self._looked = True
+                report(run.model)
 
-        handle = optimizer.register_step_pre_hook(look)
+        self._handle = optimizer.register_step_pre_hook(look)
+
+    def step_end(self, run: Run) -> None:
+        """Go, but not while the optimizer walks through its hooks: there may be others."""
+        if self._looked and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
 def report(model: Any) -> None:

@@ -54,6 +54,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             ("loss", "loss", ".4f"),
             ("learning_rate", "lr", ".2e"),
             ("eval_loss", "eval", ".4f"),
+            ("tokens_per_second", "tokens/s", ",.0f"),
+            ("mfu", "mfu", ".1%"),
         ):
             if name in logs:
                 self.shown[label] = format(float(logs[name]), form)

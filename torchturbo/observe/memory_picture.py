@@ -1,0 +1,77 @@
+"""Draws a memory timeline: bytes of live tensors by kind, stacked, with the peak and its split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchturbo.checkpoint.files import write_with
+from torchturbo.logging import get_logger
+from torchturbo.observe.tracker import KINDS, Moment, Summary
+
+COLOURS = {
+    "parameters": "#1f4e8c",
+    "gradients": "#5b9bd5",
+    "optimizer state": "#7a6bb0",
+    "activations": "#e08a3c",
+    "other": "#b8b8b8",
+}
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+log = get_logger(__name__)
+
+
+def draw(summary: Summary, path: Path, title: str) -> Path | None:
+    """Draw the timeline as a PNG, as a whole or not at all; returns None where there is nothing to draw with."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        log.warning_rank0("no picture of the memory: matplotlib is not installed (pip install matplotlib)")
+        return None
+    unit, name = next(((unit, name) for unit, name in UNITS if summary.peak.total >= unit), (1, "B"))
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    at = [moment.operator for moment in summary.timeline]
+    bands = [[moment.bytes[kind] / unit for moment in summary.timeline] for kind in KINDS]
+    labels = [f"{kind}  {summary.peak.bytes[kind] / unit:.3g} {name}" for kind in KINDS]
+    colours = [COLOURS[kind] for kind in KINDS]
+    axes.stackplot(at, bands, labels=labels, colors=colours, step="post", linewidth=0)
+    _mark_steps(axes, summary.timeline)
+    _mark_peak(axes, summary.peak, unit, name)
+    axes.set(title=title, xlabel="operators run", ylabel=f"live tensors ({name})")
+    axes.set_xlim(at[0], at[-1] if at[-1] > at[0] else at[0] + 1)
+    axes.set_ylim(0, summary.peak.total / unit * 1.15)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, texts = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1], texts[::-1], loc="outside right upper", frameon=False, title="at the peak", alignment="left"
+    )
+    write_with(path, figure.savefig)
+    return path
+
+
+def _mark_steps(axes: Any, timeline: list[Moment]) -> None:
+    """Draw a line where a step begins, and name it."""
+    before = None
+    for moment in timeline:
+        if moment.step != before:
+            before = moment.step
+            axes.axvline(moment.operator, color="#404040", linewidth=0.8, linestyle=":")
+            axes.annotate(
+                f" step {moment.step}", (moment.operator, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8
+            )
+
+
+def _mark_peak(axes: Any, peak: Moment, unit: int, name: str) -> None:
+    """Point at the peak and give its size."""
+    axes.plot([peak.operator], [peak.total / unit], marker="v", color="#202020", markersize=5)
+    axes.annotate(
+        f"peak {peak.total / unit:.3g} {name} ({peak.phase})",
+        (peak.operator, peak.total / unit),
+        xytext=(0, 7),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8,
+    )

@@ -1,0 +1,153 @@
+"""The meter: tokens a second and flops utilisation (MFU, HFU), logged beside the training loss.
+
+Definitions, with the peak of ``observe.peaks`` times the number of devices as the denominator: ``mfu`` is the flops
+that training needs, full mask, a second; ``mfu_causal`` the same with the pairs that the mask lets through alone;
+``hfu`` adds what is recomputed. All three are fractions. MFU: https://arxiv.org/abs/2204.02311, section 4.1 and
+appendix B; HFU: https://arxiv.org/abs/2205.05198, section 6.3.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torchturbo.logging import get_logger
+from torchturbo.observe.flops import Flops
+from torchturbo.observe.matmuls import Uncountable, count
+from torchturbo.observe.peaks import Peak, choose
+from torchturbo.observe.tokens import tally
+from torchturbo.plugins.contract import Plugin
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.plugins.contract import Run
+
+TERA = 1e12
+log = get_logger(__name__)
+
+
+def from_config(config: EngineConfig) -> Plugin | None:
+    """Return the meter where the configuration asks for it."""
+    return Meter(config.mfu.card) if config.mfu.enabled else None
+
+
+class Clock:
+    """Seconds of training: the time from the first start on, without what lies between pause and resume."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+        self._pauses = 0
+
+    def start(self) -> None:
+        """Start, if it has not been started."""
+        if self._since is None and not self._pauses:
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop; pauses may lie in one another."""
+        self._pauses += 1
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        """Go on after the outermost pause."""
+        self._pauses = max(0, self._pauses - 1)
+        self.start()
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap, and go on from zero."""
+        now = time.perf_counter()
+        seconds = self._seconds + (now - self._since if self._since is not None else 0.0)
+        self._seconds = 0.0
+        if self._since is not None:
+            self._since = now
+        return seconds
+
+
+class Meter(Plugin):
+    """Counts the tokens of each step, and says at each log how fast they went by."""
+
+    name = "mfu"
+
+    def __init__(self, card: str | None = None) -> None:
+        super().__init__()
+        self.card = card
+        self.clock = Clock()
+        self.peak: Peak | None = None
+        self.flops: Flops | None = None
+        self._ready = False
+        self._total: Tensor | None = None  # of the finished steps since the last log, over all ranks
+        self._step: Tensor | None = None
+
+    def step_begin(self, micro_batches: Sequence[Mapping[str, Any]], run: Run) -> None:
+        """Count this rank's micro-batches and sum over the ranks: one small collective, which every rank calls."""
+        if not self._ready:
+            self._prepare(run)
+        self.clock.start()
+        spans = self.flops.spans if self.flops is not None else ()
+        step = torch.zeros(2 + len(spans), dtype=torch.int64, device=run.runtime.device_type)
+        for batch in micro_batches:
+            if (counts := tally(batch, spans)) is not None:
+                step += counts.to(step.device)
+        if run.world_size > 1:
+            dist.all_reduce(step)
+        self._step = step
+
+    def step_end(self, run: Run) -> None:
+        """Add a finished step."""
+        if self._step is not None:
+            self._total = self._step if self._total is None else self._total + self._step
+            self._step = None
+
+    def paused(self, run: Run) -> None:
+        """Evaluating and saving are no training."""
+        self.clock.pause()
+
+    def resumed(self, run: Run) -> None:
+        """Training goes on."""
+        self.clock.resume()
+
+    def log(self, metrics: dict[str, float], run: Run) -> None:
+        """Add the figures since the last log."""
+        if self._total is None:
+            return
+        tokens, squares, *pairs = self._total.tolist()  # waits for the device, so the time below is the whole time
+        self._total = None
+        seconds = self.clock.lap()
+        if seconds <= 0:
+            return
+        metrics["tokens_per_second"] = tokens / seconds
+        if self.flops is None or self.peak is None:
+            return
+        possible = self.peak.tflops * TERA * run.world_size * seconds
+        metrics["mfu"] = self.flops.model(tokens, squares) / possible
+        metrics["mfu_causal"] = (
+            self.flops.causal(tokens, dict(zip(self.flops.spans, pairs, strict=True))) / possible
+        )  # fmt: skip
+        metrics["hfu"] = self.flops.hardware(tokens, squares) / possible
+
+    def _prepare(self, run: Run) -> None:
+        """Choose the peak and count the model, which is as it will be trained by now; say once what that rests on."""
+        self._ready = True
+        runtime = run.runtime
+        choice = choose(self.card, runtime.device_name(), runtime.default_card)
+        if choice.peak is None:
+            log.info_rank0("%s", choice.why)
+            return
+        try:
+            flops = count(run.model)
+        except Uncountable as reason:
+            log.warning_rank0("no MFU: %s; tokens/s are logged", reason)
+            return
+        (log.warning_rank0 if choice.assumed else log.info_rank0)("%s", choice.why)
+        if flops.left_out:
+            log.warning_rank0("MFU counts the language model alone, without %s", flops.left_out)
+        self.peak, self.flops = choice.peak, flops
