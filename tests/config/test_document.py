@@ -578,7 +578,7 @@ def test_link_loop_long_name_and_nul() -> None:
 
 
 def test_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     Path("t.yaml").touch()
@@ -587,7 +587,7 @@ def test_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_read_error_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError("lost")
 
     Path("t.yaml").touch()
@@ -596,7 +596,7 @@ def test_read_error_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_large_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("opened")
 
     with open("t.yaml", "wb") as file:
@@ -614,7 +614,7 @@ def test_file_that_grows_is_read_to_the_limit_alone(monkeypatch: pytest.MonkeyPa
             return b"#" * size
 
     Path("t.yaml").touch()
-    monkeypatch.setattr(files, "open", lambda *_: Endless(), raising=False)
+    monkeypatch.setattr(files, "open", lambda *_, **__: Endless(), raising=False)
     assert "larger than 10 MB" in only("t.yaml")
 
 

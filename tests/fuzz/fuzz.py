@@ -61,7 +61,7 @@ def main() -> int:
 def _fuzz(corpora: list[str], seconds: int, found: Path, words: Path) -> int:
     arguments = [
         f"-max_total_time={seconds}", f"-artifact_prefix={found}{os.sep}", f"-dict={words}", f"-max_len={LONGEST}",
-        f"-timeout={HANG}", "-rss_limit_mb=0", "-print_final_stats=1", "-verbosity=1", "-reload=0",
+        f"-timeout={HANG}", "-rss_limit_mb=0", "-print_final_stats=1", "-verbosity=1", "-reload=0", "-report_slow_units=1000",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:  # where the oracles write their files
         done = subprocess.run(

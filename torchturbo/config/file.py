@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torchturbo.config.document import Node, Row, Scalar, Table, read_document
+from torchturbo.config.document.nodes import MAX_PROBLEMS
 from torchturbo.config.keys import Alias, Key, Section
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.names import nearest
@@ -17,9 +20,14 @@ def read_file(path: str) -> Reading:
     reading = Reading(Layer.FILE)
     reading.problems += problems
     if node is not None:
-        _Walk(path, reading).section(node, SECTIONS[""])
+        with suppress(_Enough):
+            _Walk(path, reading).section(node, SECTIONS[""])
     reading.problems.sort(key=lambda problem: _position(problem.place, path))
     return reading
+
+
+class _Enough(Exception):
+    """As many problems as a reader of them can use."""
 
 
 class _Walk:
@@ -63,6 +71,10 @@ class _Walk:
 
     def _problem(self, node: Node, path: str, message: str, remedy: str = "") -> None:
         self.reading.problems.append(Problem(self._place(node), path, message, remedy))
+        if len(self.reading.problems) >= MAX_PROBLEMS:
+            message = f"{MAX_PROBLEMS} problems up to here; the rest is not read"
+            self.reading.problems.append(Problem(self._place(node), "", message, "is it the right file?"))
+            raise _Enough
 
     def _place(self, node: Node) -> str:
         return f"{self.path}:{node.line}:{node.column}"

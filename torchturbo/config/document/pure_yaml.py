@@ -14,7 +14,8 @@ class PureParser(Reader, Scanner, Parser):
     """Events of a YAML text.
 
     As in libyaml a tab may stand wherever a blank only separates (``gbs:<TAB>4``), but never indents, an escape in a
-    quoted text must stand for a character that exists, and a question mark inside a plain text is part of it.
+    quoted text must stand for a character that exists, a question mark inside a plain text is part of it, and no directive
+    but %YAML and %TAG is known.
     """
 
     def __init__(self, text: str) -> None:
@@ -71,9 +72,21 @@ class PureParser(Reader, Scanner, Parser):
 
     def scan_plain(self) -> Any:
         self._in_plain = True
-        result = super().scan_plain()  # type: ignore[no-untyped-call]
+        token: Any = super().scan_plain()
         self._in_plain = False
-        return result
+        if self.flow_level and ":?" in token.value:
+            raise ScannerError(
+                "while scanning a plain scalar", token.start_mark, "found unexpected ':'", self.get_mark()
+            )
+        return token
+
+    def scan_directive_name(self, start_mark: Any) -> Any:
+        name: Any = super().scan_directive_name(start_mark)  # type: ignore[no-untyped-call]
+        if name not in ("YAML", "TAG"):
+            raise ScannerError(
+                "while scanning a directive", start_mark, "found unknown directive name", self.get_mark()
+            )
+        return name
 
     def scan_plain_spaces(self, indent: int, start_mark: Any) -> Any:
         self._plain_line, self._plain_indent = self.line, indent
