@@ -303,10 +303,10 @@ def test_old_checkpoints_outlive_a_run_that_cannot_begin(stopped: Path, material
     ("name", "content", "words"),
     [
         ("torchturbo_run.json", "{", "torchturbo_run.json: can't be read"),
-        ("torchturbo.yaml", "", "torchturbo.yaml: can't be read"),
+        ("torchturbo.yaml", "", "torchturbo.yaml is damaged"),
         ("optimizer.pt", "half", "optimizer.pt is damaged"),
         ("trainer_state.json", "[]", "trainer_state.json is damaged"),
-        ("model.safetensors", None, "it holds no weights"),
+        ("model.safetensors", None, "model.safetensors is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_not_resumed(
@@ -323,6 +323,23 @@ def test_a_damaged_checkpoint_is_not_resumed(
         train(command(material, tmp_path / "out", "--resume_from_checkpoint", str(folder)))
 
     assert words in str(caught.value)
+
+
+def test_a_finished_run_takes_no_further_step(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """Trainer would train a step beyond the schedule's end; the model is the checkpoint's, and that is said."""
+    out = tmp_path / "out"
+    before = train(command(material, out, "--save_steps", "6"))
+    saved = weights(out)
+    (out / "model.safetensors").unlink()
+    logged.clear()
+
+    result = train(command(material, out, "--save_steps", "6", "--resume_from_checkpoint", "true"))
+
+    assert (6, False, True) == (result.steps, result.trained, before.trained)
+    assert before.log_history[:-1] == result.log_history  # the last entry is told after the last save
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights(out).items())
+    assert any("checkpoint-6 is the end of this run: nothing is left to train" in line for line in logged)
+    assert any(line.startswith("done: nothing was left of 6 steps, final loss") for line in logged)
 
 
 def test_the_newest_whole_checkpoint_is_resumed(material: Path, tmp_path: Path, logged: list[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
 from torchturbo.checkpoint.record import read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_flag, resume_problems
-from torchturbo.errors import ConfigError, Problem
+from torchturbo.errors import ConfigError, Problem, shorten
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.plugins.load import plugin_facts
@@ -80,7 +81,8 @@ class CheckpointMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         made = [dict(group) for group in self.optimizer.param_groups]
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        with _loading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         for name in self._allowed.keys() & OPTIMIZER_ARGUMENTS.keys():
             option = OPTIMIZER_ARGUMENTS[name]
             for group, wanted in zip(self.optimizer.param_groups, made, strict=True):
@@ -94,6 +96,14 @@ class CheckpointMixin:
             self.lr_scheduler._last_lr = [rate * ratio for rate in self.lr_scheduler.get_last_lr()]
         if checkpoint is not None:
             self.turbo.context.hooks.call("load_checkpoint", Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with _loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _loading(checkpoint):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def turbo_run(self) -> dict[str, Any]:
         """Return the facts of this run that its record holds."""
@@ -159,6 +169,20 @@ class CheckpointMixin:
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=True,
         )
+
+
+@contextmanager
+def _loading(checkpoint: str | None) -> Iterator[None]:
+    """Tell of a file that was whole when it was looked at and can't be loaded: another was put in its place since."""
+    if checkpoint is None:
+        yield
+        return
+    with together("loading the checkpoint"):
+        try:
+            yield
+        except Exception as error:
+            message = f"can't be loaded: {shorten(' '.join(str(error).split()) or type(error).__name__, 300)}"
+            raise ConfigError([Problem(str(checkpoint), "", message, "use another checkpoint")]) from error
 
 
 def _barrier() -> None:

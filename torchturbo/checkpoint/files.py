@@ -35,14 +35,23 @@ def staging_folder(output_dir: Path) -> Path:
     return output_dir / STAGING
 
 
+def remove(path: Path) -> None:
+    """Remove a folder or a file, as far as that can be done; of a link only the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
 def publish_folder(staged: Path, place: Path) -> None:
     """Rename a finished folder into its place; a folder of that name gives way."""
-    if place.exists():
+    if os.path.lexists(place):
         outgoing = staged.parent / f"{place.name}{OUTGOING}"
-        shutil.rmtree(outgoing, ignore_errors=True)
+        remove(outgoing)
         os.replace(place, outgoing)
         os.replace(staged, place)
-        shutil.rmtree(outgoing, ignore_errors=True)
+        remove(outgoing)
     else:
         os.replace(staged, place)
     with suppress(OSError):  # another checkpoint is being written there
@@ -59,8 +68,8 @@ def publish_files(staged: Path, folder: Path, *, replacing: Sequence[str] = ()) 
             if not (staged / old.name).exists():
                 old.unlink()
     for source in sorted(staged.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
-        if source.is_dir():  # a tokenizer's further templates; a folder can't replace one that holds files
-            shutil.rmtree(folder / source.name, ignore_errors=True)
+        if source.is_dir() or (folder / source.name).is_dir():
+            remove(folder / source.name)  # a tokenizer's further templates; a folder can't replace one that holds files
         os.replace(source, folder / source.name)
     staged.rmdir()
     with suppress(OSError):
@@ -69,13 +78,16 @@ def publish_files(staged: Path, folder: Path, *, replacing: Sequence[str] = ()) 
 
 def put_back(output_dir: Path) -> None:
     """Put back the folders that an interrupted run had moved away for ones it did not get to rename."""
-    for outgoing in staging_folder(output_dir).glob(f"*{OUTGOING}"):
+    staging = staging_folder(output_dir)
+    if staging.is_symlink():
+        return  # none of ours: what lies where it leads is somebody else's
+    for outgoing in staging.glob(f"*{OUTGOING}"):
         place = output_dir / outgoing.name.removesuffix(OUTGOING)
-        if not place.exists():  # the process ended between the two renames of publish_folder
+        if not os.path.lexists(place):  # the process ended between the two renames of publish_folder
             os.replace(outgoing, place)
 
 
 def clear_staging(output_dir: Path) -> None:
     """Remove what an interrupted run left unfinished."""
     put_back(output_dir)
-    shutil.rmtree(staging_folder(output_dir), ignore_errors=True)
+    remove(staging_folder(output_dir))

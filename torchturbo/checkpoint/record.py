@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.checkpoint.files import write_text
+from torchturbo.checkpoint.fingerprints import fingerprints
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -59,20 +60,27 @@ def run_facts(args: Any, world_size: int, extra: Mapping[str, Any]) -> dict[str,
 
 
 def write_record(folder: Path, config: EngineConfig, facts: Mapping[str, Any], step: int) -> None:
-    """Write the effective configuration and the manifest into a folder."""
+    """Write the effective configuration and the manifest into a folder; the files there get their fingerprints."""
     from torchturbo.engine.dump import to_yaml
 
     write_text(folder / CONFIG_NAME, to_yaml(config))
-    manifest = {"step": step, "run": dict(facts), "versions": versions()}
+    manifest = {"step": step, "run": dict(facts), "files": fingerprints(folder), "versions": versions()}
     write_text(folder / MANIFEST_NAME, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a recorded run; None where the folder has none that can be read."""
+    path = folder / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
 
 
 def read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of a recorded run; None where the folder has no readable manifest."""
-    try:
-        facts = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    facts = (read_manifest(folder) or {}).get("run")
     return facts if isinstance(facts, dict) else None
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchturbo.checkpoint.damage import STATE_NAME, damage
 from torchturbo.checkpoint.record import (
     CONFIG_NAME,
     DATA_FACTS,
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-STATE_NAME = "trainer_state.json"
-RESUMABLE = (STATE_NAME, "optimizer.pt", "scheduler.pt")
-"""What a checkpoint must hold for the run to go on as it was."""
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 NEWEST = ("true", "True", "last", "latest")
 """Words that ask for the newest complete checkpoint instead of naming one."""
 CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
@@ -77,27 +72,6 @@ def find_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | 
     what = f"no {STATE_NAME} in it" if folder.is_dir() else "there is no such folder"
     near = ", ".join(str(path) for path in (checkpoints(folder) or checkpoints(output_dir))[-3:])
     return Problem(place, "", f"{folder} is no checkpoint: {what}", f"use one of {near}" if near else "")
-
-
-def damage(folder: Path) -> tuple[str, str] | None:
-    """Return what keeps a checkpoint from being resumed, and what to do; None where it is whole.
-
-    It looks at what an interrupted copy or a full disk leaves: files that are missing or cut off.
-    """
-    if not all((folder / name).is_file() for name in RESUMABLE):
-        message = "it holds the model alone (save_only_model): its optimizer and schedule can't go on"
-        return message, "start from it as a model: --model_name_or_path"
-    for name in RESUMABLE[1:]:
-        if not zipfile.is_zipfile(folder / name):
-            return f"{name} is damaged", "use an older checkpoint"
-    try:
-        state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
-        int(state["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{STATE_NAME} is damaged", "use an older checkpoint"
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-        return "it holds no weights", "use an older checkpoint"
-    return None
 
 
 def allowed_changes(config: EngineConfig) -> frozenset[str]:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from torchturbo.checkpoint.damage import index_problem
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.train.arguments import ModelArguments
 
@@ -25,6 +26,9 @@ def folder_problem(name: str) -> Problem | None:
         return missing_folder(name, PLACE)
     if not path.is_dir():
         return Problem(PLACE, "", f"{path} is a file, expected the folder of a model", f"use {path.parent}")
+    for entry in sorted(path.iterdir()):
+        if entry.exists() and not entry.is_file() and not entry.is_dir():  # a pipe would be waited for
+            return Problem(PLACE, "", f"{entry} is no regular file", "remove it")
     config = path / "config.json"
     if not config.is_file():
         inside = sorted(str(found.parent) for found in path.glob("*/config.json"))
@@ -44,6 +48,8 @@ def _weights_problem(path: Path) -> Problem | None:
     remedy = "was the download or the save interrupted?"
     if not any(True for pattern in WEIGHTS for _ in path.glob(pattern)):
         return Problem(PLACE, "", f"{path} holds no weights (*.safetensors)", remedy)
+    if problem := index_problem(path):
+        return Problem(PLACE, "", f"{path}: {problem}", remedy)
     for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):

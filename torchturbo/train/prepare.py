@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import TrainingArguments, get_scheduler
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, taken_over
 from torchturbo.adapters.hf_trainer import TurboTrainer
+from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
 from torchturbo.checkpoint.resume import allowed_changes, checkpoints, find_checkpoint, resume_flag, resume_problems
@@ -70,6 +71,11 @@ class Job:
             return int(self.training.max_steps)
         rows = len(self.train_set) if self.train_set is not None else 0
         return self.plan.steps(rows, self.training.num_train_epochs, drop_last=self.training.dataloader_drop_last)
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the checkpoint that the run resumes from is its last one, so that nothing is left to train."""
+        return self.resume is not None and saved_step(self.resume) >= self.steps
 
     @property
     def output_dir(self) -> Path:
@@ -198,8 +204,10 @@ def output_problems(folder: Path, may_hold_checkpoints: bool) -> list[Problem]:
         nearest = nearest.parent
     if not nearest.is_dir():
         return [Problem(place, "", f"{nearest} is a file, expected a folder")]
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return [Problem(place, "", f"{nearest} can't be written to")]
+    try:  # permissions say little of a file system that is full, read-only, or takes no files
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        return [Problem(place, "", f"{nearest} can't be written to: {error.strerror or error}")]
     if not may_hold_checkpoints and (old := checkpoints(folder)):
         message = f"{folder} holds {old[-1].name} of an earlier run"
         return [

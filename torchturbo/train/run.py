@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout  # torch and transformers both depend on it
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerState
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboTrainer
-from torchturbo.checkpoint.files import clear_staging, publish_files, staging_folder
+from torchturbo.checkpoint.damage import STATE_NAME
+from torchturbo.checkpoint.files import clear_staging, publish_files, remove, staging_folder
 from torchturbo.checkpoint.record import CONFIG_NAME, write_record
 from torchturbo.checkpoint.resume import checkpoints
 from torchturbo.engine.config import EngineConfig
@@ -59,6 +59,8 @@ class TrainResult:
     tokenizer: Any = field(repr=False)
     curve: Path | None
     trainer: Any = field(repr=False)
+    trained: bool = True
+    """Whether it took a step: a run that resumes from its own end takes none."""
 
 
 def train(argv: Sequence[str], *, callbacks: Sequence[Any] = (), quiet: bool = False) -> TrainResult:
@@ -105,13 +107,22 @@ def _train(job: Job, model: Any, callbacks: Sequence[Any], quiet: bool) -> Train
     trainer = make_trainer(job, model, [*own, *callbacks])
     started = time.monotonic()
     try:
-        trainer.train(str(job.resume) if job.resume else None)
+        if job.is_finished:
+            _load_finished(job, trainer)
+        else:
+            trainer.train(str(job.resume) if job.resume else None)
     finally:
         progress.close()
         curve = _draw(job, trainer)
     seconds = time.monotonic() - started
     _save(job, trainer)
     return _result(job, trainer, seconds, curve)
+
+
+def _load_finished(job: Job, trainer: TurboTrainer) -> None:
+    """Take a finished run as it was saved: Trainer would train one more step, beyond the end of the schedule."""
+    trainer._load_from_checkpoint(str(job.resume))
+    trainer.state = TrainerState.load_from_json(str(job.resume / STATE_NAME))  # type: ignore[operator]
 
 
 @contextmanager
@@ -128,6 +139,9 @@ def _output_of_its_own(job: Job) -> Iterator[None]:
                 raise ConfigError(
                     [Problem("--output_dir", "", message, "use another folder, or wait for it")]
                 ) from None
+            except OSError as error:
+                message = f"{job.output_dir / LOCK} can't be locked: {error.strerror or error}"
+                raise ConfigError([Problem("--output_dir", "", message, "use another folder")]) from error
     try:
         yield
     finally:
@@ -191,7 +205,7 @@ def _clear_output(job: Job) -> None:
     """Remove an earlier run's checkpoints where that was asked for."""
     if job.training.should_save and job.data.overwrite_output_dir and job.resume is None:
         for folder in checkpoints(job.output_dir):
-            shutil.rmtree(folder)
+            remove(folder)
 
 
 def _draw(job: Job, trainer: TurboTrainer) -> Path | None:
@@ -234,6 +248,7 @@ def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None)
         tokenizer=job.tokenizer,
         curve=curve,
         trainer=trainer,
+        trained=not job.is_finished,
     )
 
 
@@ -259,7 +274,12 @@ def _announce(job: Job, say: Callable[..., None]) -> None:
     checkpointing = "on" if job.config.activation_checkpointing.enabled else "off"
     say("precision: %s, activation checkpointing: %s", job.config.mixed_precision or "fp32", checkpointing)
     say("%s", base.describe_backend(job.config, job.plan.world_size))
-    if job.resume is not None:
+    if job.is_finished:
+        say(
+            "%s is the end of this run: nothing is left to train (a longer one: raise the steps, as allowed)",
+            job.resume,
+        )
+    elif job.resume is not None:
         say("resuming from %s", job.resume)
 
 
@@ -271,7 +291,10 @@ def _parameters(model: torch.nn.Module) -> str:
 
 def _summarise(result: TrainResult, say: Callable[..., None]) -> None:
     loss = "no loss was logged" if result.final_loss is None else f"final loss {result.final_loss:.4f}"
-    say("done: %d steps in %s, %s", result.steps, duration(result.seconds), loss)
+    if result.trained:
+        say("done: %d steps in %s, %s", result.steps, duration(result.seconds), loss)
+    else:
+        say("done: nothing was left of %d steps, %s", result.steps, loss)
     say("model: %s", result.output_dir)
     if result.curve is not None:
         say("loss curve: %s", result.curve)
