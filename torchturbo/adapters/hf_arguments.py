@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
-    from torchturbo.engine.config import FrameworkValue
+    from torchturbo.engine.config import EngineConfig, FrameworkValue
 
 PRECISION = "mixed_precision"
 DETERMINISM = "use_deterministic_algorithms"
+CHUNKED = "loss_chunk.enabled"
 CHECKPOINTING = "activation_checkpointing"
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """Transformers' newer and older name of the same switch; each has a twin that ends in ``_kwargs``."""
@@ -73,6 +74,18 @@ def framework_values(said: Mapping[str, Any], *, typed: bool = False) -> list[Fr
             )
     # Both names mirror each other in newer versions: the last of equal paths wins, once.
     return list({value.path: value for value in values}.values())
+
+
+def loss_clash(config: EngineConfig, smoothing: float, own_loss: Any = None, *, typed: bool = False) -> Problem | None:
+    """Return a problem where chunks are asked for and the loss is made outside the model, of logits in one piece."""
+    if not config.loss_chunk.enabled or not (smoothing or own_loss):
+        return None
+    where, what = ("Trainer(compute_loss_func)", "a loss function of your own")
+    if smoothing:
+        where, what = place("label_smoothing_factor", typed), "label smoothing"
+    asked = config.origin(CHUNKED).place
+    message = f"{what} needs the logits in one piece, and {asked or CHUNKED} asks for chunks"
+    return Problem(where, CHUNKED, message, "leave one of them out")
 
 
 def clashes(said: Mapping[str, Any], *, typed: bool = False) -> list[Problem]:

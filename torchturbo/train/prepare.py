@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes, taken_over
+from torchturbo.adapters.hf_arguments import clashes, loss_clash, taken_over
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import put_back
@@ -142,8 +142,9 @@ def _check(
         problems.append(
             Problem(where, "mixed_precision", f"{runtime.device_name()} does not compute in bf16", "use fp32")
         )
-    if (problem := scheduler_problem(training)) is not None:
-        problems.append(problem)
+    for problem in (scheduler_problem(training), loss_clash(config, training.label_smoothing_factor, typed=True)):
+        if problem is not None:
+            problems.append(problem)
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
     )
