@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from torchturbo.engine.model import base_model, input_embeddings
+from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 
@@ -39,47 +40,40 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
 
 def disable(model: nn.Module) -> None:
     """Turn checkpointing off in a model."""
-    base = base_model(model)
-    _switch(base, "disable")
-    _remove_hooks(base)
+    _switch(base_model(model), "disable")
 
 
 def _let_inputs_require_grad(base: nn.Module, *, reentrant: bool) -> None:
-    """Put hooks of our own in place of Transformers', which let the output of every embedding require grad.
+    """Do for the layers that need it what Transformers does for the output of every embedding.
 
-    Only reentrant checkpointing needs them: a layer whose inputs require no grad would get no gradient, whatever it
-    holds. Everywhere else they would cost a backward pass through a frozen vision tower, which trains nothing.
+    Reentrant checkpointing alone needs it: a layer whose inputs require no grad would get no gradient, whatever it
+    holds. Transformers' hooks miss towers whose embeddings they can't find, and elsewhere they cost a backward pass
+    through a frozen tower, which trains nothing.
     """
-    _remove_hooks(base)
-    hooks = []
+    remove = getattr(base, "disable_input_require_grads", None)
+    if remove is not None and getattr(base, "_require_grads_hook", None) is not None:
+        remove()
     for module in base.modules() if reentrant else ():
-        embeddings = input_embeddings(module)
-        if embeddings is not None and any(map(_trains, _checkpointed_layers(module))):
-            hooks.append(embeddings.register_forward_hook(_require_grad))
-    if hooks:  # under Transformers' names, so that its own switch finds them
-        vars(base).update(_require_grads_hooks=hooks, _require_grads_hook=hooks[0])
+        if getattr(module, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in vars(module):
+            function = vars(module)["_gradient_checkpointing_func"]
+            vars(module)["_gradient_checkpointing_func"] = partial(_checkpoint, module, function)
 
 
-def _remove_hooks(base: nn.Module) -> None:
-    for hook in vars(base).pop("_require_grads_hooks", None) or [vars(base).get("_require_grads_hook")]:
-        if hook is not None:
-            hook.remove()
-    vars(base).pop("_require_grads_hook", None)
+def _checkpoint(layer: nn.Module, checkpoint: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint one call of a layer; a layer that is trained gets an input that requires grad."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if torch.is_grad_enabled() and not any(arg.requires_grad for arg in tensors) and _trains(layer):
+        args = tuple(_recorded(arg) for arg in args)
+    return checkpoint(function, *args, **kwargs)
 
 
-def _checkpointed_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers inside a module that are recomputed; a tower carries the same mark as its layers."""
-    for inner in module.modules():
-        if getattr(inner, "gradient_checkpointing", False) and not hasattr(inner, "get_input_embeddings"):
-            yield inner
+def _recorded(arg: Any) -> Any:
+    recordable = isinstance(arg, torch.Tensor) and arg.is_floating_point()
+    return arg.detach().requires_grad_() if recordable else arg
 
 
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _require_grad(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-    output.requires_grad_(True)
 
 
 def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -> None:
