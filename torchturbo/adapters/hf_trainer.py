@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import find_batch_size
 from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
@@ -75,7 +76,13 @@ class TurboMixin(CheckpointMixin):
         self._turbo_plugins = turbo_plugins
         self._shown_optimizer: Any = None
         self._logged_step = 0
-        super().__init__(*args, **kwargs)
+        self._step_begins = False
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException as error:  # a run that can't be set up is over for its plugins too
+            if hasattr(self, "turbo"):
+                self.turbo.context.hooks.give_up(error)
+            raise
         self._settle_loss_owner()
         self.add_callback(_StepEnd(self.turbo.context.hooks))
 
@@ -193,13 +200,15 @@ class TurboMixin(CheckpointMixin):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | int | None:
         normaliser = self.turbo.context.normaliser
+        begins = self._step_begins  # an evaluation counts too, and is no step
+        self._tell_step_begins(batch_samples)
         if normaliser is None:
             return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc, no-any-return]
         if batch_samples and (real := self._real_rows(find_batch_size(batch_samples[-1]) or 0)) is not None:
             for name in ("labels", "shift_labels"):  # rows that only fill up the last round of ranks count in no mean
                 if name in batch_samples[-1]:
                     batch_samples[-1][name][real:] = IGNORE_INDEX
-        return normaliser.open_window(batch_samples, device)
+        return normaliser.open_window(batch_samples, device, with_terms=begins)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss with the normaliser in force."""
@@ -262,16 +271,25 @@ class TurboMixin(CheckpointMixin):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, and show it to the plugins before its schedule is made."""
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if optimizer is not self._shown_optimizer:
-            self._shown_optimizer = optimizer
-            self.turbo.context.hooks.call("optimizer_built", optimizer)
+        # That of an earlier train() comes back wrapped.
+        bare = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if bare is not self._shown_optimizer:
+            self._shown_optimizer = bare
+            self.turbo.context.hooks.call("optimizer_built", bare)
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch the micro-batches of an optimizer step: where it begins."""
+        self._step_begins = True
         micro_batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self.turbo.context.hooks.call("step_begin", micro_batches)
+        self._tell_step_begins(micro_batches)
         return micro_batches, count
+
+    def _tell_step_begins(self, micro_batches: list[Any]) -> None:
+        """Call the plugins once a step, before its tokens are counted: they may change the batches."""
+        if self._step_begins:
+            self._step_begins = False
+            self.turbo.context.hooks.call("step_begin", micro_batches)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; what plugins and loss terms have to say stands beside the training loss, for every logger alike."""

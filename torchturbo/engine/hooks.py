@@ -72,16 +72,22 @@ class Hooks:
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Tell every plugin once that the run is over, when this block is left, however it is left."""
+        if self.run is not None:
+            self.run.error = None
         try:
             yield
         except BaseException as cause:
-            if self.run is not None:
-                self.run.error = cause
-            for error in self._end():  # the error that ended the run is the one to be seen
-                log.warning("%s", error)
+            self.give_up(cause)
             raise
         if errors := self._end():
             raise errors[0]
+
+    def give_up(self, cause: BaseException) -> None:
+        """Tell every plugin that the run is over because of an error, which is the one to be seen: theirs are warnings."""
+        if self.run is not None:
+            self.run.error = cause
+        for error in self._end():
+            log.warning("%s", error)
 
     def _end(self) -> list[PluginError]:
         errors = []

@@ -127,18 +127,21 @@ class Normaliser:
         self._handed: Tensor | None = None  # what the model got back for it, and may add its own terms to
         self._handed_version = 0
 
-    def open_window(self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
+    def open_window(
+        self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device, *, with_terms: bool = True
+    ) -> Tensor:
         """Count the targets of a rank's micro-batches, sum them over all ranks, and keep that as the denominator.
 
         The sum is a collective: every rank calls this once per window, also one without a target or a batch.
-        Returns the global count, a float32 scalar.
+        ``with_terms`` is false in an evaluation, which has none. Returns the global count, a float32 scalar.
         """
         count = torch.tensor(sum(map(valid_targets, micro_batches)), dtype=torch.int64, device=device)
         if self.ranks > 1:
             dist.all_reduce(count, group=self.group)
         self.denominator = count.to(torch.float32)
         self.micro_batches = max(1, len(micro_batches))
-        self._open_terms(micro_batches, device)
+        if with_terms:
+            self._open_terms(micro_batches, device)
         return self.denominator
 
     def _open_terms(self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device) -> None:

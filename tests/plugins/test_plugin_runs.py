@@ -1,0 +1,363 @@
+"""Plugins in real runs: every hook in its place with what it promises, errors that name it, an end that always comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import run_ranks
+from transformers import TrainerCallback, TrainingArguments
+
+from torchturbo.adapters.hf_trainer import TurboTrainer
+from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
+from torchturbo.engine.hooks import PluginError
+from torchturbo.errors import ConfigError
+from torchturbo.plugins import Plugin
+from torchturbo.plugins.contract import HOOKS
+from torchturbo.train.batches import Collator
+from torchturbo.train.examples import Examples
+from torchturbo.train.run import train
+
+RECORDER = Path(__file__).with_name("recorder.py")
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plugins")
+    tiny.save(folder / "model")
+    tiny.write_jsonl(folder / "rows.jsonl", tiny.rows(24))
+    return folder
+
+
+def command(material: Path | str, output: Path | str, *words: str) -> list[str]:
+    return [
+        "--model_name_or_path", f"{material}/model", "--dataset", f"{material}/rows.jsonl", "--output_dir", str(output),
+        "--use_cpu", "--max_steps", "2", "--learning_rate", "5e-3", "--per_device_train_batch_size", "2",
+        "--logging_steps", "1", *words,
+    ]  # fmt: skip
+
+
+def trainer(folder: Path, plugins: Any = None, changes: dict[str, Any] | None = None, **given: Any) -> TurboTrainer:
+    ids = torch.randint(3, 320, (8, 10), generator=torch.Generator().manual_seed(1)).tolist()
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "use_cpu": True, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    return TurboTrainer(
+        **{
+            "model": tiny.model(),
+            "args": TrainingArguments(str(folder), **(settings | (changes or {}))),
+            "train_dataset": Examples([{"input_ids": row, "labels": row} for row in ids]),
+            "data_collator": Collator(0),
+            "turbo_plugins": plugins,
+            **given,
+        }
+    )
+
+
+def recorder() -> Any:
+    from torchturbo.plugins.load import load_plugins
+
+    set_torchturbo_args(None)
+    from torchturbo.engine.config import build_from_args
+
+    (made,), problems = load_plugins(
+        build_from_args(parse_torchturbo_args(["--tt_plugin", str(RECORDER)])[0]), "hf_trainer"
+    )
+    assert not problems
+    return made
+
+
+STEP = ["step_begin", *["loss_weight"] * 2, *["loss_term"] * 2, "step_end", "log"]
+
+
+def test_a_run_comes_by_every_hook_in_the_order_of_the_guide(material: Path, tmp_path: Path) -> None:
+    """``torchturbo train``: two steps of two micro-batches, an evaluation and a checkpoint after each second one."""
+    words = ["--eval_dataset", str(material / "rows.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2"]
+    words += ["--save_steps", "2", "--tt_gbs", "2", "--tt_mixed_precision", "bf16", "--tt_plugin", str(RECORDER)]
+    result = train(command(material, tmp_path / "out", *words))
+    (plugin,) = (found for found in result.trainer.turbo.context.hooks.plugins if found.name == "recorder")
+
+    aside = ["paused", "resumed", "paused", "save_checkpoint", "resumed"]
+    assert ["model_built", "before_shard", "optimizer_built", *STEP, *STEP, *aside, "end"] == plugin.hooks
+    notes = dict(plugin.notes)  # the last of each
+    assert {
+        "step": 0, "error": "NoneType", "dtype": "torch.float32", "device": "cpu", "same": True, "output_dir": "out",
+        "framework": "hf_trainer", "rank": (0, 1),
+    } == notes["model_built"]  # fmt: skip
+    assert notes["before_shard"]["checkpointing"] is True  # the steps in between were taken
+    assert (1, False) == (notes["optimizer_built"]["groups"] // 2, notes["optimizer_built"]["scheduled"])
+    assert [0, 1] == [facts["step"] for hook, facts in plugin.notes if hook == "step_begin"]
+    assert [1, 2] == [facts["step"] for hook, facts in plugin.notes if hook == "step_end"]
+    assert (2, {"cpu"}) == (len(notes["step_begin"]["shapes"]), notes["step_begin"]["devices"])
+    assert {"input_ids", "labels"} <= set(notes["loss_weight"]["keys"])
+    assert notes["loss_term"]["logits"] == (*notes["loss_term"]["ids"], 320)
+    assert notes["log"]["loss"]
+    assert {"folder": "checkpoint-2", "final": False, "whole": True}.items() <= notes["save_checkpoint"].items()
+    assert {"step": 2, "error": "NoneType", "saved": False}.items() <= notes["end"].items()
+
+    logged = [entry["recorded"] for entry in result.log_history if "loss" in entry]
+    assert 2 == len(logged) and logged[0] < logged[1]  # for every logger, beside the loss
+    assert "kept" == (tmp_path / "out" / "checkpoint-2" / "recorder-0.txt").read_text()
+    record = (tmp_path / "out" / "torchturbo_run.json").read_text()
+    assert '"recorder"' in record
+
+
+def test_a_resumed_run_shows_its_checkpoint_before_the_first_step(material: Path, tmp_path: Path) -> None:
+    """Weights and optimizer are those of the checkpoint by then."""
+    words = ["--save_steps", "1", "--tt_plugin", str(RECORDER)]
+    train(command(material, tmp_path / "out", *words))
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    again = train(command(material, tmp_path / "again", *words, "--resume_from_checkpoint", checkpoint))
+    (plugin,) = again.trainer.turbo.context.hooks.plugins[:1]
+
+    assert ["model_built", "before_shard", "optimizer_built", "load_checkpoint", "step_begin"] == plugin.hooks[:5]
+    facts = plugin.notes[3][1]
+    assert ("checkpoint-1", True) == (facts["folder"], facts["weights"])
+    assert facts["moments"] > 0
+    assert 1 == plugin.notes[4][1]["step"]  # steps before the resume count
+
+
+def test_other_plugins_stop_a_resume_and_other_code_is_told(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """What a plugin adds to the loss would be missing from some step on."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(RECORDER.read_text())
+    train(command(material, tmp_path / "out", "--save_steps", "1", "--tt_plugin", str(mine)))
+    resume = command(material, tmp_path / "b", "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-1"))
+
+    with pytest.raises(ConfigError) as caught:
+        train(resume)
+    (problem,) = caught.value.problems
+    assert ("plugins", "the checkpoint was made with [recorder], this run has none") == (
+        problem.key,
+        problem.message.partition(":")[0],
+    )
+    train([*resume, "--tt_resume_allow", "plugins"])
+
+    mine.write_text("# a comment\n" + RECORDER.read_text())
+    train([*resume, "--tt_plugin", str(mine), "--overwrite_output_dir"])
+    assert [line for line in logged if line.endswith("was made with other code of the plugins recorder")]
+
+
+def test_under_a_trainer_of_ones_own_with_peft(tmp_path: Path) -> None:
+    """The plugin sees the wrapped model as it is trained; its loss term is called there too."""
+    from peft import LoraConfig, get_peft_model
+
+    plugin = recorder()
+    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    made = trainer(tmp_path, [plugin], model=model)
+    made.train()
+
+    assert plugin.notes[0][1]["same"]
+    assert made.turbo.context.hooks.run.model is model
+    assert 2 == plugin.hooks.count("loss_term") == plugin.hooks.count("step_end")
+    assert "end" == plugin.hooks[-1]
+
+
+def test_evaluation_has_no_loss_term(tmp_path: Path) -> None:
+    """It is a term of training; an evaluation's loss stays comparable with a run without the plugin."""
+    plugin = recorder()
+    made = trainer(tmp_path, [plugin])
+    made.evaluate(made.train_dataset)
+
+    assert ["paused", "resumed"] == plugin.hooks[2:]
+
+
+# ---- errors ----
+
+FAILING = """\
+from torchturbo.plugins import Plugin, register
+
+def fail(*args):
+    raise ValueError("on purpose")
+
+@register()
+class Failing(Plugin):
+    {hook} = lambda self, {names}: fail()
+
+@register()
+class Other(Plugin):
+    ended = []
+    def end(self, run):
+        self.ended.append(type(run.error).__name__)
+        open({path!r}, "a").write(type(run.error).__name__)
+"""
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in ("loss_weight", "end")])
+def test_an_error_in_a_hook_ends_the_run_with_its_name(
+    hook: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 1, one line with plugin, hook and cause; every plugin is told that the run is over."""
+    import inspect
+
+    from torchturbo.cli.train import run
+
+    names = ", ".join(list(inspect.signature(getattr(Plugin, hook)).parameters)[1:])
+    ended = tmp_path / "ended"
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING.format(hook=hook, names=names, path=str(ended)))
+    words = command(material, tmp_path / "out", "--save_steps", "1", "--tt_plugin", str(path))
+    if hook == "load_checkpoint":
+        train(command(material, tmp_path / "first", "--save_steps", "1"))
+        resume = ["--resume_from_checkpoint", str(tmp_path / "first" / "checkpoint-1"), "--tt_resume_allow", "plugins"]
+        words += resume
+
+    assert 1 == run(words)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert [f"error: PluginError: plugin Failing: {hook}: ValueError: on purpose; set TORCHTURBO_DEBUG=1 to see where it"
+            " happened"] == lines  # fmt: skip
+    assert "PluginError" == ended.read_text()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_an_error_in_a_loss_weight_is_named_too(tmp_path: Path) -> None:
+    class Weighed(Plugin):
+        def loss_term(self, outputs: Any, batch: Any, run: Any) -> Any:
+            return outputs["logits"].sum()
+
+        def loss_weight(self, batch: Any, run: Any) -> Any:
+            return batch["nothing"]
+
+    with pytest.raises(PluginError, match="plugin Weighed: loss_weight: KeyError: 'nothing'"):
+        trainer(tmp_path, [Weighed()]).train()
+
+
+class Interrupt(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_the_run_for_plugins_too(tmp_path: Path) -> None:
+    plugin = recorder()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, [plugin], callbacks=[Interrupt()]).train()
+
+    assert ("end", "KeyboardInterrupt") == (plugin.notes[-1][0], plugin.notes[-1][1]["error"])
+    assert 1 == plugin.hooks.count("end")
+
+
+def test_a_second_training_of_one_trainer_has_an_end_of_its_own(tmp_path: Path) -> None:
+    """The error of the first is not carried over."""
+    plugin = recorder()
+    made = trainer(tmp_path, [plugin], callbacks=[Interrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    made.remove_callback(Interrupt)
+    made.train()
+
+    ends = [facts["error"] for hook, facts in plugin.notes if hook == "end"]
+    assert ["KeyboardInterrupt", "NoneType"] == ends
+
+
+def test_a_run_that_cannot_be_set_up_is_over_for_its_plugins(tmp_path: Path) -> None:
+    """The trainer's constructor fails after the model was shown."""
+    plugin = recorder()
+    with pytest.raises(TypeError):
+        trainer(tmp_path, [plugin], callbacks=3)
+
+    assert ["model_built", "before_shard", "end"] == plugin.hooks
+    assert "TypeError" == plugin.notes[-1][1]["error"]
+
+
+def test_all_problems_of_plugins_stand_with_those_of_the_run(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a weight is read; nothing is written."""
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n")
+    words = command(material, tmp_path / "out", "--tt_plugin", str(broken), "--tt_plugin", "nowhere.py")
+    with pytest.raises(ConfigError):
+        train([*words, "--dataset", "missing.jsonl"])
+    lines = capsys.readouterr().err
+
+    assert f"{broken}:1: ZeroDivisionError" in lines.replace("../", "")
+    assert "nowhere.py: no such file" in lines
+    assert "missing.jsonl" in lines
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_line_that_is_wrong_already_tells_of_missing_plugins_and_runs_none(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything at once, as far as it goes without running code for a launch that does not come."""
+    mark = tmp_path / "ran"
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"open({str(mark)!r}, 'w')\n")
+    words = command(material, tmp_path / "out", "--tt_plugin", f"{mine}:no.yaml", "--tt_plugin", "nowhere.py")
+    with pytest.raises(ConfigError):
+        train([*words, "--tt_plugin", "unknown-name", "--tt_enable_mtp"])
+    lines = capsys.readouterr().err
+
+    for part in ("mtp.enabled", "no.yaml: no such file", "nowhere.py: no such file", "called unknown-name"):
+        assert part in lines
+    assert not mark.exists()
+
+
+# ---- loss terms on two ranks ----
+
+TERM = """\
+from torchturbo.plugins import Plugin, register
+
+class Term(Plugin):
+    def loss_term(self, outputs, batch, run):
+        targets = batch["labels"][:, 1:] != -100
+        entropy = outputs["logits"][:, :-1].float().log_softmax(-1).square().mean(-1)[targets]
+        return entropy.sum() if self.weighted else entropy.mean()
+
+@register()
+class Weighted(Term):
+    weighted = True
+    def loss_weight(self, batch, run):
+        return (batch["labels"][:, 1:] != -100).sum()
+"""
+
+
+class Gradients(TrainerCallback):  # type: ignore[misc]
+    """Keeps every gradient of the first step; the optimizer has not moved yet."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.kept:
+            base = getattr(model, "module", model)
+            self.kept = {name: parameter.grad.clone() for name, parameter in base.named_parameters()}
+
+
+def one_rank(rank: int, words: list[str]) -> dict[str, Any]:
+    gradients = Gradients()
+    result = train(words, quiet=True, callbacks=[gradients])
+    history = [(entry["loss"], entry["Weighted"]) for entry in result.log_history if "loss" in entry]
+    return {"history": history, "gradients": gradients.kept}
+
+
+def test_a_weighted_loss_term_is_the_same_on_two_ranks(material: Path, tmp_path: Path) -> None:
+    """Value and every gradient, with unequal tokens a row and accumulation 4 on one rank, 2 on two."""
+    (tmp_path / "term.py").write_text(TERM)
+    words = ["--tt_gbs", "4", "--max_grad_norm", "0", "--tt_plugin", str(tmp_path / "term.py")]
+    (one,) = run_ranks(1, one_rank, command(material, tmp_path / "one", *words))
+    two = run_ranks(2, one_rank, command(material, tmp_path / "two", *words))
+
+    assert one["history"][0][1] > 1
+    for rank in two:
+        for expected, actual in zip(one["history"], rank["history"], strict=True):
+            assert pytest.approx(expected, rel=1e-5) == actual
+        for name, gradient in one["gradients"].items():
+            error = (gradient - rank["gradients"][name]).norm() / gradient.norm().clamp(min=1e-6)
+            assert error < 2e-6, name
+
+
+def test_a_weighted_term_is_the_mean_over_all_tokens_of_a_step(material: Path, tmp_path: Path) -> None:
+    """The oracle: the whole step's rows in one batch give the same loss as four micro-batches."""
+    (tmp_path / "term.py").write_text(TERM)
+    plugin = ["--tt_plugin", str(tmp_path / "term.py"), "--max_steps", "1", "--max_grad_norm", "0"]
+    small = one_rank(0, command(material, tmp_path / "a", *plugin, "--tt_gbs", "4"))
+    large = one_rank(0, command(material, tmp_path / "b", *plugin, "--per_device_train_batch_size", "8"))
+
+    assert pytest.approx(large["history"][0], rel=1e-5) == small["history"][0]
+    for name, gradient in large["gradients"].items():
+        torch.testing.assert_close(small["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
