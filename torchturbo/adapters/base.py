@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -40,14 +41,28 @@ SECOND_OWNERS: Mapping[str, tuple[frozenset[str], str, str]] = {
 }
 """Variables by which ``accelerate launch`` switches on a second owner: (harmless values, what would happen, remedy)."""
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+HARMLESS = r"(?i)true|false|yes|no|on|off|fp32|fp16|bf16|fp8|[0-9]{1,9}"
+"""Values of other programs' variables that an error shows."""
+
 
 def environment_clashes(environ: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Return a problem for each variable that would put another engine under the same loop."""
-    return [
-        Problem(name, "", f"{environ[name]!r}: {effect}, which TorchTurbo does", remedy)
+    """Return a problem for each variable that would put another engine under the same loop, or names no rank."""
+    ranks = [
+        Problem(name, "", "expected a number, as torchrun sets it", "unset it, or start with torchrun")
+        for name in RANK_VARIABLES
+        if not re.fullmatch("-?[0-9]{1,9}|", environ.get(name, ""))
+    ]
+    return ranks + [
+        Problem(name, "", f"{_told(environ[name])}: {effect}, which TorchTurbo does", remedy)
         for name, (harmless, effect, remedy) in SECOND_OWNERS.items()
         if environ.get(name, "").lower() not in harmless
     ]
+
+
+def _told(value: str) -> str:
+    """Return another program's variable as an error may show it: switches, formats and counts, no text of unknown kind."""
+    return repr(value) if re.fullmatch(HARMLESS, value) else "its value"
 
 
 def checked_config(merged: Merged, problems: Iterable[Problem] = ()) -> EngineConfig:

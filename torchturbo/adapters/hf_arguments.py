@@ -116,6 +116,21 @@ def clashes(said: Mapping[str, Any], *, typed: bool = False) -> list[Problem]:
     return problems
 
 
+class Unsaved(str):
+    """A text that is everywhere itself but in a pickle, where it is empty: Trainer pickles all of its arguments."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return str, ()
+
+    def __copy__(self) -> Unsaved:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Unsaved:
+        return self
+
+
 def taken_over(args: Any, accumulation: int) -> Any:
     """Return a copy of the training arguments in which the engine is the one owner of what it does.
 
@@ -125,6 +140,8 @@ def taken_over(args: Any, accumulation: int) -> Any:
     args.bf16 = False
     args.mixed_precision = "no"
     args.full_determinism = False
+    if getattr(args, "hub_token", None):
+        args.hub_token = Unsaved(args.hub_token)  # training_args.bin is written to each checkpoint, and uploaded
     for name in CHECKPOINTING_NAMES:
         if hasattr(args, name):
             setattr(args, name, False)

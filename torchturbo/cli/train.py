@@ -85,7 +85,7 @@ def _report(error: Exception) -> None:
     if debugging():
         traceback.print_exception(error)
     rank = os.environ.get("RANK", "")
-    where = f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    where = f"rank {rank}: " if rank.isdecimal() and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if where and any(words in message for words in LOST_PEER):
         message = f"another rank ended, its message says why ({message})"
