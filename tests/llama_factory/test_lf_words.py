@@ -83,7 +83,19 @@ def test_what_a_launcher_puts_before_the_file(flag: str, monkeypatch: pytest.Mon
 
 def test_flags_alone_go_on_as_they_are() -> None:
     """A file behind a flag is its value."""
-    words = ["--stage", "dpo", "--bf16", "--deepspeed", "ds.json", "--lr=1e-5", "--report_to", "a", "b", "--num-x", "-3"]
+    words = [
+        "--stage",
+        "dpo",
+        "--bf16",
+        "--deepspeed",
+        "ds.json",
+        "--lr=1e-5",
+        "--report_to",
+        "a",
+        "b",
+        "--num-x",
+        "-3",
+    ]
     read = read_arguments(words)
 
     assert (words, []) == (read.for_framework, read.problems)

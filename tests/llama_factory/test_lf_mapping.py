@@ -1,0 +1,223 @@
+"""LLaMA-Factory's arguments as a layer, and what of them is refused: each by name, with its place and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchturbo.adapters.llama_factory import build_config_from_lf_args
+from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS, framework_values, frozen_parts
+from torchturbo.adapters.llama_factory.refusals import (
+    AGAINST_KEYS,
+    ENVIRONMENT,
+    SWITCHES,
+    VALUES,
+    key_clashes,
+    nothing_to_do,
+    refusals,
+)
+from torchturbo.adapters.llama_factory.said import Said, read_arguments
+from torchturbo.config.layers import Layer
+from torchturbo.engine.args import parse_torchturbo_args
+from torchturbo.errors import ConfigError
+
+
+def said(**values: Any) -> dict[str, Said]:
+    return {name: Said(value, f"train.yaml:1:1: {name}") for name, value in values.items()}
+
+
+def mapped(**values: Any) -> dict[str, Any]:
+    found, problems = framework_values(said(**values))
+    assert [] == problems
+    assert all(value.place.startswith("train.yaml:1:1: ") for value in found)
+    return {value.path: value.value for value in found}
+
+
+CHECKPOINTING = "activation_checkpointing.enabled"
+REENTRANT = "activation_checkpointing.use_reentrant"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"bf16": True}, {"mixed_precision": "bf16"}),
+        ({"bf16": False}, {"mixed_precision": "fp32"}),
+        ({"full_determinism": True}, {"use_deterministic_algorithms": True}),
+        ({"disable_gradient_checkpointing": True}, {CHECKPOINTING: False}),
+        ({"disable_gradient_checkpointing": False}, {CHECKPOINTING: True}),
+        ({"gradient_checkpointing": False}, {CHECKPOINTING: False}),
+        ({"use_reentrant_gc": True}, {REENTRANT: True}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {REENTRANT: True}),
+        ({"freeze_vision_tower": True}, {"freeze_policy.vision_tower": True}),
+        ({"freeze_multi_modal_projector": False}, {"freeze_policy.multi_modal_projector": False}),
+        ({"freeze_language_model": True}, {"freeze_policy.language_model": True}),
+        ({"gradient_accumulation_steps": 4, "learning_rate": 1.0, "dataset": "a"}, {}),
+        ({}, {}),
+    ],
+)
+def test_what_means_a_key_of_ours(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Only what was written; the rest is LLaMA-Factory's own."""
+    assert expected == mapped(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"disable_gradient_checkpointing": True, "gradient_checkpointing": True},
+        {"use_reentrant_gc": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ],
+)
+def test_two_arguments_that_contradict_each_other(values: dict[str, Any]) -> None:
+    """Both are named."""
+    _, (problem,) = framework_values(said(**values))
+    assert all(name in str(problem) for name in values)
+    assert "keep one" in problem.remedy
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, *VALUES])
+def test_each_second_owner_is_refused(name: str) -> None:
+    """Off is fine."""
+    (problem,) = refusals(said(**{name: 4 if name in VALUES else True}), {})
+    assert f"train.yaml:1:1: {name}" == problem.place
+    assert problem.message and problem.remedy
+    assert [] == refusals(said(**{name: None if name in VALUES else False}), {})
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16", "bf16_full_eval"])
+def test_so_are_those_of_any_trainer(name: str) -> None:
+    """With the place in LLaMA-Factory's file."""
+    (problem,) = refusals(said(**{name: "x.json"}), {})
+    assert f"train.yaml:1:1: {name}" == problem.place
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_its_variables(name: str) -> None:
+    """In its own three words for on."""
+    for word in ("1", "true", "Y"):
+        (problem,) = refusals({}, {name: word})
+        assert (name, True) == (problem.place, bool(problem.remedy))
+    for word in ("0", "", "yes", "on"):
+        assert [] == refusals({}, {name: word})
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"stage": "dpo"}, ["stage dpo"]),
+        ({"stage": "rm", "finetuning_type": "oft"}, ["stage rm", "method oft"]),
+        ({"stage": "ppo"}, ["stage ppo"]),
+        ({"stage": "kto"}, ["stage kto"]),
+        ({"stage": "pt", "finetuning_type": "freeze"}, []),
+    ],
+)
+def test_stages_and_methods(values: dict[str, Any], found: list[str]) -> None:
+    """By name, with what runs them."""
+    problems = refusals(said(**values), {})
+    assert len(found) == len(problems)
+    for name, problem in zip(found, problems, strict=True):
+        assert f"does not run the {name}, it runs" in problem.message
+        assert "llamafactory-cli" in problem.remedy
+
+
+def test_our_names_among_its_arguments() -> None:
+    """LLaMA-Factory would call them unknown, or drop them in silence."""
+    one, two, three = refusals(said(tt_sp_size=2, tt_plugin="a.py", tt_nope=1), {})
+    assert "use --tt_sp_size on the command line, or parallel_plan.sp_size in its file" == one.remedy
+    assert "use --tt_plugin on the command line" == two.remedy
+    assert "remove it" == three.remedy
+
+
+def test_a_file_that_would_do_nothing() -> None:
+    """LLaMA-Factory's do_train is off by default."""
+    (problem,) = nothing_to_do(said(stage="sft"))
+    assert "add do_train: true" == problem.remedy
+    assert [] == nothing_to_do(said(do_eval=True))
+
+
+@pytest.mark.parametrize(("name", "path", "reason"), AGAINST_KEYS)
+def test_keys_that_have_no_place_beside_a_switch(name: str, path: str, reason: str) -> None:
+    """Both places are in the line."""
+    from torchturbo.engine.config import merge_args
+
+    flag = {"loss_chunk.enabled": "--tt_enable_chunk_loss", "profiling": "--tt_profiling"}[path]
+    merged = merge_args(parse_torchturbo_args([flag])[0], environ={})
+    (problem,) = key_clashes(said(**{name: True}), merged.settings)
+    assert f"train.yaml:1:1: {name}" == problem.place
+    assert f"({path}: {flag})" in problem.message
+    assert [] == key_clashes(said(**{name: True}), merge_args(environ={}).settings)
+
+
+# ---- build_config_from_lf_args ----
+
+
+def holders(factory: Path, **values: Any) -> list[Any]:
+    from llamafactory.hparams.parser import _TRAIN_ARGS  # the stand-in's
+
+    return [
+        kind(**{name: value for name, value in values.items() if name in kind.__dataclass_fields__})
+        for kind in _TRAIN_ARGS
+    ]
+
+
+def test_a_configuration_from_the_dataclasses(factory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs from their defaults was said; a layer of ours beats it."""
+    monkeypatch.setenv("TORCH_TURBO_GBS", "8")
+    args = parse_torchturbo_args(["--tt_gradient_checkpointing", "true"])[0]
+    changed = {"bf16": True, "freeze_vision_tower": False, "disable_gradient_checkpointing": True}
+    config = build_config_from_lf_args(*holders(factory, **changed), args=args)
+
+    assert ("bf16", 8, True) == (config.mixed_precision, config.gbs, config.activation_checkpointing.enabled)
+    assert (Layer.FRAMEWORK, "TrainingArguments.bf16") == config.origin("mixed_precision")
+    assert (Layer.FRAMEWORK, "FinetuningArguments.freeze_vision_tower") == config.origin("freeze_policy.vision_tower")
+    assert Layer.DEFAULT is config.origin("freeze_policy.multi_modal_projector").layer
+
+
+def test_a_configuration_from_what_was_written(factory: Path) -> None:
+    """A default that was written out counts."""
+    made = holders(factory, freeze_vision_tower=True)
+    config = build_config_from_lf_args(*made, said={"freeze_vision_tower": True}, environ={})
+
+    assert config.freeze_policy.vision_tower
+    assert "FinetuningArguments.freeze_vision_tower" == config.origin("freeze_policy.vision_tower").place
+    assert not build_config_from_lf_args(*made, environ={}).freeze_policy.vision_tower
+
+
+def test_a_configuration_is_refused_with_everything(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Second owners and keys without a feature in one go."""
+    args = parse_torchturbo_args(["--tt_sp_size", "2"])[0]
+    with pytest.raises(ConfigError):
+        build_config_from_lf_args(*holders(factory, use_muon=True, stage="dpo", quantization_bit=4), args=args)
+
+    lines = capsys.readouterr().err
+    for part in ("FinetuningArguments.use_muon", "stage dpo", "ModelArguments.quantization_bit", "--tt_sp_size"):
+        assert part in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "expected"),
+    [
+        ([], {}, {}),
+        ([], {"freeze_vision_tower": True}, {"freeze_vision_tower": True}),
+        (["--tt_freeze_language_model"], {}, dict(zip(FREEZE_FLAGS, (False, False, True), strict=True))),
+        (
+            ["--tt_freeze_vision_tower", "false"],
+            {"freeze_vision_tower": True},
+            dict.fromkeys(FREEZE_FLAGS, False),
+        ),
+    ],
+)
+def test_what_llamafactory_is_told_to_freeze(
+    words: list[str], values: dict[str, Any], expected: dict[str, bool], factory: Path
+) -> None:
+    """Nothing where nobody spoke: its own defaults hold."""
+    args = parse_torchturbo_args(words)[0]
+    config = build_config_from_lf_args(*holders(factory), args=args, said=values, environ={})
+    assert expected == frozen_parts(config)
+
+
+def test_words_and_mapping_together() -> None:
+    """As a launch reads them: the place is the file's."""
+    found, _ = framework_values(read_arguments(["--bf16", "--use_reentrant_gc", "false"]).said)
+    assert [("mixed_precision", "bf16", "--bf16"), (REENTRANT, False, "--use_reentrant_gc")] == found
