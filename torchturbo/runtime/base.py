@@ -64,6 +64,14 @@ class Runtime(Protocol):
         """Return whether the device computes in bfloat16."""
         ...
 
+    def emulates_bf16(self) -> bool:
+        """Return whether bfloat16 is slow here: computed, but without an instruction of the hardware for it."""
+        ...
+
+    def total_memory(self) -> int | None:
+        """Return the bytes of memory that one device has, or None where that is not known."""
+        ...
+
     def deterministic_environment(self) -> dict[str, str]:
         """Return the variables that deterministic algorithms need here, with the value to use where they are unset."""
         ...

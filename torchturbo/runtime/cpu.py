@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torchturbo.runtime.base import Profiler
 
 STATUS = Path("/proc/self/status")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class CpuRuntime:
@@ -40,6 +42,25 @@ class CpuRuntime:
     def supports_bf16(self) -> bool:
         """Return True: torch computes bfloat16 on every CPU, slowly where the hardware has no instruction for it."""
         return True
+
+    def emulates_bf16(self) -> bool:
+        """Return whether torch knows of no bfloat16 instruction of this processor (AMX or AVX-512 on x86)."""
+        import torch
+
+        features = torch.cpu.get_capabilities()
+        return not any(value is True for name, value in features.items() if name.endswith("bf16"))
+
+    def total_memory(self) -> int | None:
+        """Return the memory of this machine, or of the container where that is less."""
+        try:
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # Windows
+            return None
+        try:
+            limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
+        except OSError:
+            return total
+        return min(total, int(limit)) if limit.isdigit() else total  # "max": no limit
 
     def deterministic_environment(self) -> dict[str, str]:
         """Return nothing: torch's CPU kernels read no variable."""

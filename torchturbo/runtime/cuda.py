@@ -43,6 +43,16 @@ class CudaRuntime:
 
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
+    def emulates_bf16(self) -> bool:
+        """Return False: a device without the instruction counts as one without the format."""
+        return False
+
+    def total_memory(self) -> int | None:
+        """Return the current device's memory, what others hold of it included."""
+        import torch
+
+        return int(torch.cuda.mem_get_info()[1])
+
     def deterministic_environment(self) -> dict[str, str]:
         """Return cuBLAS's workspace setting, without which torch's strict mode raises at the first matrix product.
 

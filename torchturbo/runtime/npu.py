@@ -53,6 +53,14 @@ class NpuRuntime:
         """Return whether the device computes in bfloat16 (910B and later)."""
         return bool(_npu().is_bf16_supported())
 
+    def emulates_bf16(self) -> bool:
+        """Return False: a device without the instruction counts as one without the format."""
+        return False
+
+    def total_memory(self) -> int | None:
+        """Return the current device's memory, what others hold of it included."""
+        return int(_npu().mem_get_info()[1])
+
     def deterministic_environment(self) -> dict[str, str]:
         """Return HCCL's switch for reproducible reductions between devices.
 
