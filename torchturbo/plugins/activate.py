@@ -75,6 +75,19 @@ def choose(target: str, candidates: list[Candidate], framework: str | None) -> t
     return [], [Problem(target, "", f"is a plugin for {others}, and this run is under {framework}")]
 
 
+def schema_of(candidate: Candidate) -> tuple[Any, list[Problem]]:
+    """Return the schema of a class's settings, None where it has none, and what is wrong with it."""
+    schema = getattr(candidate.plugin, "settings_schema", None)
+    if schema is None:
+        return None, []
+    if find_spec("jsonschema") is None:
+        message = "its settings_schema is checked by jsonschema, which is not installed"
+        return schema, [Problem(candidate.place(), "", message, "pip install 'torchturbo[train]'")]
+    from torchturbo.plugins.schema import schema_problems
+
+    return schema, schema_problems(schema, candidate.place())
+
+
 def make(
     candidate: Candidate, given: str, sha256: str, document: Document | None, *, config_is_read: bool
 ) -> Plugin | list[Problem]:
@@ -105,16 +118,11 @@ def _checked(
     candidate: Candidate, document: Document | None, *, config_is_read: bool
 ) -> tuple[dict[str, Any] | None, list[Problem]]:
     """Hold the settings against the plugin's own schema, and that schema against its draft."""
-    schema = candidate.plugin.settings_schema
-    if schema is None:
-        return (document.values if document else None), []
-    if find_spec("jsonschema") is None:
-        message = "its settings_schema is checked by jsonschema, which is not installed"
-        return None, [Problem(candidate.place(), "", message, "pip install 'torchturbo[train]'")]
-    from torchturbo.plugins.schema import check, required_keys, schema_problems
+    schema, problems = schema_of(candidate)
+    if schema is None or problems:
+        return (document.values if document else None), problems
+    from torchturbo.plugins.schema import check, required_keys
 
-    if problems := schema_problems(schema, candidate.place()):
-        return None, problems
     if document is not None:
         values, problems = check(document, schema)
         return values, problems[:MAX_PROBLEMS]

@@ -18,7 +18,7 @@ from torchturbo.engine.hooks import name_of
 from torchturbo.errors import Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.plugins import modules
-from torchturbo.plugins.activate import Candidate, choose, make, registered_in
+from torchturbo.plugins.activate import Candidate, choose, make, registered_in, schema_of
 from torchturbo.plugins.contract import Plugin
 from torchturbo.plugins.settings import Document, read_settings
 
@@ -114,7 +114,9 @@ def settings_schema(text: str) -> tuple[Mapping[str, Any] | None, list[Problem]]
         return None, [code]
     schemas: list[Mapping[str, Any]] = []
     for candidate in code.candidates:
-        schema = getattr(candidate.plugin, "settings_schema", None)
+        schema, problems = schema_of(candidate)
+        if problems:
+            return None, problems
         if schema is not None and schema not in schemas:
             schemas.append(schema)
     if len(schemas) == 1:
