@@ -104,3 +104,20 @@ def test_without_matplotlib_there_is_a_word_about_it(
 
     assert write_curve(HISTORY, tmp_path / "loss_curve.png") is None
     assert "pip install matplotlib" in logged[0]
+
+
+def test_throughput_is_shown_where_it_is_logged() -> None:
+    """Tokens a second, and utilisation where there is one."""
+    stream = io.StringIO()
+    progress = Progress(stream)
+    state: Any = SimpleNamespace(global_step=0, max_steps=2, is_world_process_zero=True)
+    progress.on_train_begin(None, state, None)
+    for state.global_step, logs in (
+        (1, {"tokens_per_second": 12345.6}),
+        (2, {"tokens_per_second": 9.9, "mfu": 0.4123}),
+    ):
+        progress.on_log(None, state, None, {"loss": 1.0, **logs})
+
+    first, second = stream.getvalue().splitlines()
+    assert "tokens/s 12,346  " in first and "mfu" not in first
+    assert "tokens/s 10  mfu 41.2%  " in second

@@ -70,7 +70,7 @@ class MemorySnapshot(Plugin):
                 self._tracker = TensorTracker(run.model, self._optimizer, self.first)
         if self._tracker is not None:
             self._tracker.step = run.step + 1
-            self._tracker.__enter__()  # type: ignore[no-untyped-call]
+            self._tracker.__enter__()
             self._entered = True
 
     def step_end(self, run: Run) -> None:

@@ -66,15 +66,15 @@ def _own_times(operators: list[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str
         threads[event.get("pid"), event.get("tid")].append(event)
     for thread in threads.values():
         thread.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
-        open_calls: list[tuple[Mapping[str, Any], list[float]]] = []
-        for event in thread:
-            while open_calls and _end(open_calls[-1][0]) <= float(event["ts"]):
-                done, own = open_calls.pop()
-                yield done, own[0]
+        own = [float(event["dur"]) for event in thread]
+        open_calls: list[int] = []
+        for index, event in enumerate(thread):
+            while open_calls and _end(thread[open_calls[-1]]) <= float(event["ts"]):
+                open_calls.pop()
             if open_calls:
-                open_calls[-1][1][0] -= float(event["dur"])
-            open_calls.append((event, [float(event["dur"])]))
-        yield from ((done, own[0]) for done, own in open_calls)
+                own[open_calls[-1]] -= float(event["dur"])
+            open_calls.append(index)
+        yield from zip(thread, own, strict=True)
 
 
 def _end(event: Mapping[str, Any]) -> float:

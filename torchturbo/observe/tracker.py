@@ -74,7 +74,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}
         self._live: dict[int, tuple[int, int, Any]] = {}  # address of a storage -> its number, its bytes, a reference
-        self._stepping = False
+        self._stepping = False  # from the optimizer's step to the end of the engine's
         self._count = 0
         tensors = [*model.parameters(), *model.buffers()]
         self._settle(tensors, "parameters")
@@ -88,10 +88,14 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._settle((weight.grad for weight in self.model.parameters()), "gradients")
 
         def after(*args: Any, **kwargs: Any) -> None:
-            self._stepping = False
             self._settle(_state(optimizer), "optimizer state")
 
         return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def __enter__(self) -> Any:
+        """Begin a step: its first phase is the forward pass."""
+        self._stepping = False
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Forget the optimizer and every storage; the events stay."""
