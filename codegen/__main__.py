@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from codegen.outputs import GENERATED, ROOT, outputs
-from codegen.source import SchemaError, Source
+from codegen.source import SchemaError, read_source
 from torchturbo.errors import wants_colour
 
 SCHEMA = Path("schema/torchturbo.schema.json")
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; print a diff and exit 1 on drift")
     check = parser.parse_args(argv).check
     try:
-        files = outputs(Source.load(ROOT / SCHEMA, ROOT / META))
+        files = outputs(read_source(ROOT / SCHEMA, ROOT / META))
     except SchemaError as error:
         print(f"{SCHEMA} is not valid:\n{error}", file=sys.stderr)
         return INVALID

@@ -7,15 +7,13 @@ import keyword
 import operator
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 
+from codegen.model import Schema, Source
 from torchturbo.config.keys import Key, Rule
 from torchturbo.config.launch import Launch
-
-if TYPE_CHECKING:
-    from codegen.source import Schema, Source
 
 RUNTIME = "RuntimeArgs"
 """Name of the definition that holds the inputs of a launch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from codegen.source import Source
+from codegen.model import Source
 from codegen.templates import render
 from torchturbo.config.keys import Key, shown, type_text
 from torchturbo.engine.pipeline import LIVE_KEYS

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from codegen.contradictions import RUNTIME
-from codegen.source import Schema, Source
+from codegen.model import Schema, Source
 from codegen.templates import HEADER
 from torchturbo.config.keys import Alias, Key, shown
 from torchturbo.engine.pipeline import LIVE_KEYS

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from codegen import documents, editor, python, surface
-from codegen.source import Source
+from codegen.model import Source
 from torchturbo.cli.parser import SHELLS
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from typing import Any
 from datamodel_code_generator import Formatter, InputFileType, LiteralType, PythonVersion, generate
 from datamodel_code_generator.enums import DataModelType
 
-from codegen.source import Schema, Source
+from codegen.model import Schema, Source
 from codegen.templates import HEADER, render
 from torchturbo.config.keys import Key, Record, Section
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import shtab
 
-from codegen.source import Source
+from codegen.model import Source
 from torchturbo.cli.parser import build_parser
 from torchturbo.config.keys import Key, Section
 

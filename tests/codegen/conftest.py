@@ -12,14 +12,14 @@ import pytest
 from launching import ROOT, python
 
 from codegen.outputs import outputs
-from codegen.source import Source
+from codegen.source import read_source
 
 
 @pytest.fixture(scope="session")
 def generated() -> dict[Path, str]:
     """Return what the schema says, by path."""
     return outputs(
-        Source.load(ROOT / "schema" / "torchturbo.schema.json", ROOT / "schema" / "torchturbo.meta.schema.json")
+        read_source(ROOT / "schema" / "torchturbo.schema.json", ROOT / "schema" / "torchturbo.meta.schema.json")
     )
 
 

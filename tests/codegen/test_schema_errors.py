@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import codegen.__main__ as command
-from codegen.source import SchemaError, Source
+from codegen.model import Source
+from codegen.source import SchemaError, read_source
 
 ROOT = Path(__file__).parents[2]
 META = ROOT / "schema" / "torchturbo.meta.schema.json"
@@ -448,7 +449,7 @@ BROKEN: list[tuple[str, Edit, str]] = [
 def load(folder: Path, text: str) -> Source:
     path = folder / "torchturbo.schema.json"
     path.write_text(text, encoding="utf-8")
-    return Source.load(path, META)
+    return read_source(path, META)
 
 
 @pytest.mark.parametrize(("edit", "reason"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
@@ -512,5 +513,5 @@ def test_an_invalid_schema_is_exit_status_2_and_writes_nothing(
 
 def test_the_schema_itself_is_valid() -> None:
     """Nothing is found where nothing is wrong."""
-    source = Source.load(ROOT / "schema" / "torchturbo.schema.json", META)
+    source = read_source(ROOT / "schema" / "torchturbo.schema.json", META)
     assert 47 <= len(source.specs)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
-import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from torchturbo.cli.arguments import Parser
+from torchturbo.cli.quickstart import add_options as add_quickstart_options
 from torchturbo.config.keys import Key
-from torchturbo.config.names import did_you_mean
-from torchturbo.errors import Problem, print_errors, shorten
 
 if TYPE_CHECKING:
     Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
@@ -18,43 +16,6 @@ if TYPE_CHECKING:
 SHELLS = ("bash", "zsh", "fish")
 FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path)"}
 """shtab's completion of a file name in each shell."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line each, with the nearest name, as all of TorchTurbo's are."""
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse unknown arguments here: a sub-command's parser knows its options, the whole command's does not."""
-        namespace, unknown = super().parse_known_args(*args, **kwargs)
-        if unknown:
-            options = [name for name in self._option_string_actions if name.startswith("--")]
-            self._leave(
-                Problem(
-                    shorten(word),
-                    "",
-                    f"not an argument of `{self.prog}`",
-                    did_you_mean(word.partition("=")[0], options),
-                )
-                for word in [word for word in unknown if word.startswith("-")] or unknown  # not also their values
-            )
-        return namespace, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """Print what is wrong and leave with status 2."""
-        if choice := re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
-            known = [word.strip(" '") for word in choice[3].split(",")]
-            expected = f"expected one of {', '.join(known)}, got {shorten(choice[2])!r}"
-            self._leave([Problem(choice[1], "", expected, did_you_mean(choice[2], known))])
-        named = re.match(r"argument (\S+): ", message)
-        self._leave(
-            [Problem(named[1] if named else "", "", shorten(message[named.end() :] if named else message, 300))]
-        )
-
-    def _leave(self, problems: Iterable[Problem]) -> NoReturn:
-        print_errors(
-            str(problem._replace(remedy=problem.remedy or f"see `{self.prog} --help`")) for problem in problems
-        )
-        sys.exit(2)
 
 
 def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = False) -> argparse.ArgumentParser:
@@ -82,10 +43,10 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
     factory = _command(commands, "llamafactory", "run LLaMA-Factory's training (its file, KEY=VALUE, its flags)")
     _complete_files(factory.add_argument("file", metavar="FILE", nargs="?", help="its YAML or JSON file"))
     _add_options(factory, keys, help_flag)
-    from torchturbo.cli.quickstart import add_options  # which uses the Parser above
-
-    add_options(_command(commands, "quickstart", "train a small model on this machine, from nothing"))
+    add_quickstart_options(_command(commands, "quickstart", "train a small model on this machine, from nothing"))
     _add_config_commands(commands, keys, plugins, help_flag)
+    doctor = _command(commands, "doctor", "what this machine can train with, what is missing and what installs it")
+    doctor.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     completion = _command(commands, "completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS)
     return parser

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchturbo.cli.parser import Parser
+from torchturbo.cli.arguments import Parser
 from torchturbo.errors import BAD_INPUT, INTERRUPTED, debugging, print_errors
 
 if TYPE_CHECKING:
