@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +132,12 @@ def done(seen: Any) -> Done:
     return Done(seen.args, seen.model, getattr(seen, "history", []), Path(seen.args.output_dir))
 
 
-def lines(captured: Any) -> Sequence[str]:
-    """Return the error lines of a captured stderr."""
-    return [line.removeprefix("error: ") for line in captured.err.splitlines() if line.startswith("error: ")]
+@pytest.fixture
+def error_lines(capfd: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    """Return a function that returns the error lines since its last call."""
+
+    def read() -> list[str]:
+        printed = capfd.readouterr().err.splitlines()
+        return [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
+
+    return read

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import lines
 
 from torchturbo.errors import ConfigError
 
@@ -53,15 +52,15 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(method: str, saved: Any, engine:
     ],
 )
 def test_another_run_is_told_apart(
-    words: list[str], name: str, saved: Any, engine: Any, capfd: pytest.CaptureFixture[str]
+    words: list[str], name: str, saved: Any, engine: Any, error_lines: Callable[[], list[str]]
 ) -> None:
     """LLaMA-Factory alone would skip samples, or keep the old rate, in silence; the name allows it."""
     path, _ = saved()
-    capfd.readouterr()
+    error_lines()
 
     with pytest.raises(ConfigError):
         engine(path, *words)
-    (line,) = [line for line in lines(capfd.readouterr()) if "was made with" in line]
+    (line,) = [line for line in error_lines() if "was made with" in line]
     assert f": {name}: " in line
 
     assert sorted(engine(path, *words, "--tt_resume_allow", name).steps) == [1, 2, 3, 4]
@@ -78,16 +77,16 @@ def test_a_damaged_checkpoint_is_passed_over(saved: Any, engine: Any, logged: li
 
 
 def test_no_whole_checkpoint_is_an_error_with_its_way_out(
-    saved: Any, engine: Any, capfd: pytest.CaptureFixture[str]
+    saved: Any, engine: Any, error_lines: Callable[[], list[str]]
 ) -> None:
     """It is not a run from the start in the old folder."""
     path, whole = saved()
     (whole.output / "checkpoint-2" / "optimizer.pt").unlink()
-    capfd.readouterr()
+    error_lines()
 
     with pytest.raises(ConfigError):
         engine(path)
-    (line,) = lines(capfd.readouterr())
+    (line,) = error_lines()
     assert "no complete checkpoint" in line and "overwrite_output_dir: true" in line
 
     assert sorted(engine(path, "overwrite_output_dir=true").steps) == [1, 2, 3, 4]
