@@ -20,8 +20,8 @@ NODE_MODULES = ROOT / "tests" / "ide" / "node_modules"
 # The environment of the README. Torch is a large download, so the sessions that need it share this one.
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-# These folders need a language server, a browser or a build backend, and have sessions of their own.
-OWN_SESSION = ["tests/ide", "tests/site", "tests/package"]
+# These folders need a language server, a browser, a build backend or LLaMA-Factory, and have sessions of their own.
+OWN_SESSION = ["tests/ide", "tests/site", "tests/package", "tests/llama_factory/real"]
 # What holds without torch, on every supported Python: schema, code generation, configuration and commands.
 WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/docs", "tests/fuzz", "tests/habits"]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle OpenMP threads sleep; spinning ones slow a shared machine down fivefold
@@ -141,3 +141,23 @@ def quickstart(session: nox.Session) -> None:
     """Train the README's example in .venv."""
     python = with_torch(session)
     session.run(python, "-m", "torchturbo", "quickstart", *session.posargs, env=QUIET, external=True)
+
+
+@nox.session(python="3.11", venv_backend="virtualenv")
+def llamafactory(session: nox.Session) -> None:
+    """Train by LLaMA-Factory itself with the engine underneath; it needs an older Transformers than ours."""
+    (torch,) = [
+        line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line.startswith("torch==")
+    ]
+    needs = group("llamafactory")
+    session.install(torch, *needs)  # in one command, or pip replaces torch by the newest
+    # Wheels of another torch build than the installed one do not load; training on text needs neither.
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio")
+    session.install("--no-deps", "--editable", ".")
+    (pin,) = [need for need in needs if need.startswith("llamafactory==")]
+    sdist = ROOT / "build" / "llamafactory" / f"{pin.replace('==', '-')}.tar.gz"
+    if not sdist.is_file():  # which holds the demo data; the wheel has none
+        download = ["--no-deps", "--no-binary", "llamafactory", "--dest", str(sdist.parent), pin]
+        session.run("python", "-m", "pip", "download", "--quiet", *download)
+    env = QUIET | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_SDIST": str(sdist)}
+    session.run("python", "-m", "pytest", "tests/llama_factory/real", *session.posargs, env=env)
