@@ -328,6 +328,8 @@ def hostile(folder: Path, name: str) -> None:
         path.mkdir()
     elif name.startswith("pipe"):
         os.mkfifo(path)
+    elif name.startswith("device"):
+        path.symlink_to("/dev/zero")
     elif name.startswith("large"):
         with path.open("wb") as file:
             file.truncate(20_000_000)
@@ -338,6 +340,7 @@ SUFFIXED = [
     ("dangling", "no such file; the path is taken from {cwd}"),
     ("folder", "expected a file, got a directory; name a {kind} file"),
     ("pipe", "expected a file, got a pipe; name a {kind} file"),
+    ("device", "expected a file, got a device; name a {kind} file"),
     ("large", "larger than 10 MB; a {what} is a few kilobytes; is it the right file?"),
 ]
 
