@@ -13,6 +13,7 @@ from torchturbo.engine import pipeline
 from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.model import set_cache
 from torchturbo.engine.steps.activation_checkpointing import disable as disable_checkpointing
+from torchturbo.engine.steps.ops import remove as restore_operators
 from torchturbo.runtime import Runtime, current_runtime
 
 if TYPE_CHECKING:
@@ -74,9 +75,10 @@ class Engine:
             set_cache(model, False)
 
     def release(self, model: nn.Module) -> nn.Module:
-        """Make a trained model ready for use, in place: with the cache it came with, without checkpointing."""
+        """Make a trained model ready for use, in place: its own cache and operators, without checkpointing."""
         set_cache(model, self._use_cache)
         disable_checkpointing(model)
+        restore_operators(model)
         return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:

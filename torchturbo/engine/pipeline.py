@@ -52,6 +52,7 @@ STEPS: tuple[Step, ...] = (
         check="torchturbo.engine.steps.freeze:check",
     ),
     Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
+    Step("ops", "torchturbo.engine.steps.ops:apply", ("ops.policy",), check="torchturbo.engine.steps.ops:check"),
     Step(
         "losses",
         "torchturbo.engine.steps.losses:apply",

@@ -114,7 +114,7 @@ NPU = "pip install torch_npu (the release of your torch and CANN: https://gitee.
 COMPILER = "apt-get install g++ python3-dev (or your system's names for them)"
 BOTH = ("float32", "bfloat16")
 ALL = ("cpu", "cuda", "npu")
-SLOW_START = "its gain on a CPU is small and compiling delays the first step: benchmarks/README.md"
+SLOW_START = "held back on a CPU: compiling takes longer than it saves in a short run"
 
 
 def _liger(op: str, function: str, offers: tuple[str, ...]) -> Implementation:
@@ -171,6 +171,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _npu("grouped_mm", ("npu_grouped_matmul",), ("bfloat16",)),
     Implementation("grouped_mm", "grouped_mm", ("cpu", "cuda"), BOTH, "torchturbo.ops.switches:grouped_mm"),
     _liger("cross_entropy", "cross_entropy", ("LigerCrossEntropyFunction",)),
+    _npu("cross_entropy", ("npu_cross_entropy_loss",)),
     _compiled("cross_entropy"),
     *(Implementation(op, NATIVE, ALL, (*BOTH, "float16", "float64")) for op in OPS),
 )
