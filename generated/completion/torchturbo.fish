@@ -50,7 +50,7 @@ function _shtab_torchturbo_using
   test "$_shtab_torchturbo_cmdpath" = "$argv"
 end
 
-set -g _shtab_torchturbo_commands train llamafactory quickstart config 'config show' 'config explain' 'config validate' 'config init' 'config schema' completion
+set -g _shtab_torchturbo_commands train llamafactory quickstart config 'config show' 'config explain' 'config validate' 'config init' 'config schema' doctor completion
 set -g _shtab_torchturbo_opts_with_value --format --output_dir --seed --steps --tt_ac_use_reentrant --tt_backend --tt_backward_prefetch_depth --tt_bd_block_size --tt_bd_mask_high --tt_bd_mask_low --tt_cap_lambda --tt_card_name --tt_config --tt_cpu_offload --tt_dspark_ce_loss_alpha --tt_dspark_confidence_loss_alpha --tt_dspark_l1_loss_alpha --tt_dspark_loss_decay_gamma --tt_dspark_loss_scaling_factor --tt_dspark_num_anchors --tt_enable_chunk_loss --tt_enable_dspark --tt_enable_mtp --tt_ep_size --tt_forward_prefetch_depth --tt_freeze_language_model --tt_freeze_multi_modal_projector --tt_freeze_vision_tower --tt_gbs --tt_gradient_checkpointing --tt_hf_export --tt_log_level --tt_log_mfu --tt_loss_chunk_size --tt_memory_snapshot_steps --tt_mixed_precision --tt_moe_aux_loss_coeff --tt_moe_token_dispatcher --tt_moe_z_loss_coeff --tt_mtp_log_loss --tt_mtp_loss_scaling_factor --tt_op_policy --tt_optimizer --tt_plugin --tt_prefetch_direction --tt_prefetch_strategy --tt_profiling --tt_resume_allow --tt_sp_size --tt_use_deterministic_algorithms
 
 complete -c torchturbo -e
@@ -275,6 +275,9 @@ complete -c torchturbo -n '_shtab_torchturbo_using config; and test $_shtab_torc
 complete -c torchturbo -n '_shtab_torchturbo_using config schema' -s h -l help -d 'show this help message and exit'
 complete -c torchturbo -n '_shtab_torchturbo_using config schema' -l path -d 'print the path of the installed file instead'
 complete -c torchturbo -n '_shtab_torchturbo_using config schema' -l tt_plugin -xka "(__fish_complete_path)" -d 'print the schema of a plugin'"'"'s settings file instead; runs the plugin'"'"'s code'
+complete -c torchturbo -n '_shtab_torchturbo_using; and test $_shtab_torchturbo_npos -eq 0' -a doctor -d 'What can train here and what is missing; exit status 1 if nothing can.'
+complete -c torchturbo -n '_shtab_torchturbo_using doctor' -s h -l help -d 'show this help message and exit'
+complete -c torchturbo -n '_shtab_torchturbo_using doctor' -l format -xka "text json" -d 'default: text'
 complete -c torchturbo -n '_shtab_torchturbo_using; and test $_shtab_torchturbo_npos -eq 0' -a completion -d 'Print a shell completion script.'
 complete -c torchturbo -n '_shtab_torchturbo_using completion' -s h -l help -d 'show this help message and exit'
 complete -c torchturbo -n '_shtab_torchturbo_using completion; and test $_shtab_torchturbo_npos -eq 0' -ka "bash zsh fish" -d shell

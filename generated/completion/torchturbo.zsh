@@ -12,6 +12,7 @@ _shtab_torchturbo_commands() {
   local _commands=(
     completion:'Print a shell completion script.'
     config:'Show, explain, check and start configurations.'
+    doctor:'What can train here and what is missing; exit status 1 if nothing can.'
     llamafactory:'Run LLaMA-Factory'"'"'s training (its file, KEY=VALUE, its flags).'
     quickstart:'Train a small model on this machine, from nothing.'
     train:'Fine-tune a model (add the options of Transformers'"'"' TrainingArguments).'
@@ -190,6 +191,14 @@ _shtab_torchturbo_config_validate_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_torchturbo_config_validate_defaults_added=0
 
+_shtab_torchturbo_doctor_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--format[default\: text]:format:(text json)"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_torchturbo_doctor_defaults_added=0
+
 _shtab_torchturbo_llamafactory_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--tt_backend[Distributed backend that shards the model]:BACKEND:(fsdp2)"
@@ -330,6 +339,7 @@ _shtab_torchturbo() {
       case $line[1] in
         completion) _arguments -C -s $_shtab_torchturbo_completion_options ;;
         config) _shtab_torchturbo_config ;;
+        doctor) _arguments -C -s $_shtab_torchturbo_doctor_options ;;
         llamafactory) _arguments -C -s $_shtab_torchturbo_llamafactory_options ;;
         quickstart) _arguments -C -s $_shtab_torchturbo_quickstart_options ;;
         train) _arguments -C -s $_shtab_torchturbo_train_options ;;

@@ -18,6 +18,7 @@ COMMANDS = {
     "llamafactory": "torchturbo.cli.llamafactory",
     "quickstart": "torchturbo.cli.quickstart",
     "config": "torchturbo.cli.config",
+    "doctor": "torchturbo.cli.doctor",
     "completion": "torchturbo.cli.completion",
 }
 

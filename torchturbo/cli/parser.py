@@ -45,7 +45,7 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
     _add_options(factory, keys, help_flag)
     add_quickstart_options(_command(commands, "quickstart", "train a small model on this machine, from nothing"))
     _add_config_commands(commands, keys, plugins, help_flag)
-    doctor = _command(commands, "doctor", "what this machine can train with, what is missing and what installs it")
+    doctor = _command(commands, "doctor", "what can train here and what is missing; exit status 1 if nothing can")
     doctor.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     completion = _command(commands, "completion", "print a shell completion script")
     completion.add_argument("shell", choices=SHELLS)
