@@ -37,8 +37,14 @@ CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
 """Facts that follow from others: where one of those differs too, that one is the difference to tell of."""
 WARNED = "plugin_code"
 """Fact whose difference is told and stops nothing: a plugin's code changes with each of its comments."""
-NEVER_ALLOWED = ("optim", "optim_args")
-"""Facts that the optimizer's saved state is made for: no other state continues it."""
+NEVER_ALLOWED = (
+    "optim",
+    "optim_args",
+    "freeze_policy.vision_tower",
+    "freeze_policy.multi_modal_projector",
+    "freeze_policy.language_model",
+)
+"""What the optimizer's saved state is made for: no other state continues it."""
 
 
 @functools.cache
