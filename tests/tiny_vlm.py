@@ -1,4 +1,7 @@
-"""Tiny random vision-language models with real pixel inputs: one without and one with a projector in its tower."""
+"""Tiny random vision-language models with real pixel inputs.
+
+A projector beside the tower (LLaVA), inside it (Qwen3-VL), and cross-attention in place of image tokens (Mllama).
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,36 @@ QWEN_VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-UNUSED = {
+MLLAMA: dict[str, Any] = TEXT | {
+    "num_hidden_layers": 3,
+    "cross_attention_layers": [1],
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+MLLAMA_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "max_num_tiles": 1,
+    "vision_output_dim": 32,
+    "intermediate_layers_indices": [0],
+    "supported_aspect_ratios": [[1, 1]],
+}
+UNUSED: dict[str, tuple[str, ...]] = {
     "llava": ("model.vision_tower.encoder.layers.2.", "model.vision_tower.post_layernorm."),
     "qwen3_vl": (),
+    "mllama": (),
 }
 """What the loss does not reach: LLaVA takes the features of the last layer but one."""
 
 
 def model(kind: str = "llava", seed: int = 0) -> Any:
-    """Return a model of about 30,000 parameters in fp32: ``llava`` or ``qwen3_vl``."""
+    """Return a model of about 30,000 parameters in fp32: ``llava``, ``qwen3_vl`` or ``mllama``."""
     import torch
     import transformers
 
@@ -59,6 +83,15 @@ def model(kind: str = "llava", seed: int = 0) -> Any:
             text_config=text, vision_config=CLIP, image_token_index=IMAGE_TOKEN, image_seq_length=4
         )
         return transformers.LlavaForConditionalGeneration(config)
+    if kind == "mllama":
+        config = transformers.MllamaConfig(
+            text_config=MLLAMA, vision_config=MLLAMA_VISION, image_token_index=IMAGE_TOKEN
+        )
+        made = transformers.MllamaForConditionalGeneration(config)
+        for name, parameter in made.named_parameters():
+            if "gate" in name:  # they begin at 0, where nothing of the image reaches the loss
+                torch.nn.init.constant_(parameter, 0.5)
+        return made
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
     config = transformers.Qwen3VLConfig(
         text_config={**TEXT, "rope_parameters": rope},
@@ -85,6 +118,14 @@ def batch(kind: str = "llava", seed: int = 0, image: bool = True) -> dict[str, A
         return row
     if kind == "llava":
         return row | {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+    if kind == "mllama":
+        return row | {
+            "input_ids": torch.where(ids == IMAGE_TOKEN, 6, ids),
+            "pixel_values": torch.randn(1, 1, 1, 3, 16, 16, generator=generator),
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+            "cross_attention_mask": torch.ones(1, 8, 1, 1, dtype=torch.long),
+        }
     return row | {
         "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
         "image_grid_thw": torch.tensor([[1, 4, 4]]),

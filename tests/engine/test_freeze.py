@@ -66,7 +66,7 @@ def whole() -> dict[str, dict[str, torch.Tensor]]:
     return {kind: gradients(kind, *CHECKPOINTING["off"]) for kind in tiny_vlm.UNUSED}
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # true of a frozen tower
+@pytest.mark.filterwarnings("error:None of the inputs have requires_grad")
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("frozen", CHOICES, ids="+".join)
 @pytest.mark.parametrize("kind", tiny_vlm.UNUSED)
@@ -81,9 +81,8 @@ def test_exactly_what_is_not_frozen_gets_its_gradient(
         torch.testing.assert_close(grad, whole[kind][name], rtol=2e-6, atol=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("kind", tiny_vlm.UNUSED)
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
 def test_a_frozen_tower_costs_no_backward_pass(kind: str, checkpointing: str) -> None:
     """Transformers lets every embedding's output require grad with checkpointing, the tower's among them."""
     model, engine = prepared(tiny_vlm.model(kind), *CHECKPOINTING[checkpointing], FLAGS["vision_tower"])
@@ -137,7 +136,7 @@ def test_adapters_of_a_frozen_part_are_frozen_with_it(checkpointing: str, logged
     grads = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert grads == {name for name, _ in model.named_parameters() if "lora_" in name and "language_model" in name}
     assert grads == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    (line,) = logged
+    (line,) = [line for line in logged if line.startswith("frozen: ")]
     assert "of them adapters')" in line
 
 
@@ -170,7 +169,7 @@ def test_a_frozen_part_keeps_its_format_and_what_was_frozen_stays(logged: list[s
     assert not model.model.multi_modal_projector.linear_1.bias.requires_grad
     vision = sum(p.numel() for p in model.model.vision_tower.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert [f"frozen: vision_tower ({vision:,} parameters); trained: {trained:,} parameters"] == logged
+    assert f"frozen: vision_tower ({vision:,} parameters); trained: {trained:,} parameters" in logged
 
 
 # ---- refusals ----

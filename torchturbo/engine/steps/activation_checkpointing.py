@@ -60,11 +60,16 @@ def _let_inputs_require_grad(base: nn.Module, *, reentrant: bool) -> None:
 
 
 def _checkpoint(layer: nn.Module, checkpoint: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint one call of a layer; a layer that is trained gets an input that requires grad."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if torch.is_grad_enabled() and not any(arg.requires_grad for arg in tensors) and _trains(layer):
-        args = tuple(_recorded(arg) for arg in args)
-    return checkpoint(function, *args, **kwargs)
+    """Checkpoint one call of a layer whose inputs may not require grad.
+
+    A layer that is trained gets inputs that do. A frozen one is called as it is: there is nothing to recompute,
+    except where keywords bring in what requires grad (cross-attention), which checkpointing would not see.
+    """
+    if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        return checkpoint(function, *args, **kwargs)
+    if not _trains(layer):
+        return function(*args, **kwargs)
+    return checkpoint(function, *(_recorded(arg) for arg in args), **kwargs)
 
 
 def _recorded(arg: Any) -> Any:
