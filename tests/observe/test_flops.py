@@ -104,7 +104,7 @@ def test_hardware_flops_are_what_torch_counts_with_checkpointing(name: str, reen
     """Non-reentrant checkpointing stops early, and the count knows where."""
     model = build(name)
     without = count(model).model(B * T, B * T * T)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tiny.checkpoint(model, reentrant)
     flops = count(model)
 
     assert without == flops.model(B * T, B * T * T)
@@ -141,7 +141,7 @@ def test_adapters_are_counted_and_base_weights_get_no_gradient(checkpointing: bo
     attach_adapters(model, rank=4)
     model.enable_input_require_grads()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        tiny.checkpoint(model, reentrant=False)
 
     flops = count(model)
     assert close(counted(lambda: step(model))) == flops.hardware(B * T, B * T * T)
@@ -226,19 +226,52 @@ def test_the_configuration_alone_is_enough() -> None:
     assert count(build("deepseek_v3")) == count(model)
 
 
-def test_a_vision_language_models_language_part_is_counted_and_the_rest_is_named() -> None:
-    """The tower's work depends on the images, not on the tokens."""
+def vision_language_model() -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     text = tiny.model("qwen2").config.to_dict() | {"tie_word_embeddings": False}
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     config = AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision)
-    model = AutoModelForImageTextToText.from_config(config).train()
+    return AutoModelForImageTextToText.from_config(config).train()
 
-    flops = count(model)
+
+def test_a_vision_language_models_language_part_is_counted_and_the_rest_is_named() -> None:
+    """The tower's work depends on the images, not on the tokens."""
+    flops = count(vision_language_model())
     assert "visual" in flops.left_out
     assert count(build("qwen2")).forward(5, 25) == flops.forward(5, 25)
     assert count(build("qwen2")).left_out == ""
+
+
+def test_a_trained_tower_lets_gradients_through_a_frozen_language_model() -> None:
+    """Its features stand among the embeddings: every layer's input needs a gradient, no weight does."""
+    model = vision_language_model()
+    model.requires_grad_(False)
+    flops = count(model)
+    assert flops.model(5, 25) == flops.forward(5, 25)
+
+    model.model.visual.requires_grad_(True)
+    flops = count(model)
+    assert all(part.inputs == part.forward and part.weights == 0 for part in flops.parts)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_frozen_layer_is_not_recomputed_where_nothing_below_it_trains(reentrant: bool) -> None:
+    """As the engine checkpoints: Transformers makes every embedding's output require grad."""
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.engine.engine import Context
+    from torchturbo.engine.steps import activation_checkpointing
+    from torchturbo.generated.config import ActivationCheckpointingConfig
+
+    model = build("llama")
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    section = ActivationCheckpointingConfig(enabled=True, use_reentrant=reentrant)
+    activation_checkpointing.apply(model, EngineConfig(activation_checkpointing=section), Context())
+
+    flops = count(model)
+    assert flops.parts[0].recomputed == 0 < flops.parts[1].recomputed
+    assert close(counted(lambda: step(model))) == flops.hardware(B * T, B * T * T)
 
 
 @pytest.mark.parametrize(
@@ -290,3 +323,26 @@ def test_further_heads_are_further_parts() -> None:
     flops = Flops((Part("a", forward=1, pair=1),)).with_parts([Part("b", forward=10)])
 
     assert 2 * (11 * 3 + 9) == flops.forward(3, 9)
+
+
+class OtherLinear(torch.nn.Linear):
+    """A head whose gradient a chunked loss can't compute in forward, because it may not be a plain product."""
+
+
+def test_a_chunked_loss_that_recomputes_the_head_is_work_for_the_hardware() -> None:
+    """Once more than forward; a plain head's gradient is computed in forward, and nothing twice."""
+    from torchturbo.objectives import chunked
+
+    ids = torch.arange(120)[None] + 5
+    plain, other = build("llama"), build("llama")
+    other.lm_head.__class__ = OtherLinear
+    for model in (plain, other):
+        chunked.install(model, 32)
+
+    def train() -> None:
+        other(input_ids=ids, labels=ids, num_items_in_batch=1).loss.backward()
+
+    assert close(counted(train)) == count(other).hardware(120, 120 * 120)
+    head = 2 * 120 * 32 * 320
+    assert count(other).hardware(120, 120 * 120) - count(plain).hardware(120, 120 * 120) == head
+    assert count(other).model(120, 120 * 120) == count(plain).model(120, 120 * 120)

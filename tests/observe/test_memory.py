@@ -134,7 +134,7 @@ def activations(checkpointing: bool) -> dict[str, int]:
     model = tiny.model(num_hidden_layers=6).train()
     model.config.use_cache = False
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        tiny.checkpoint(model, reentrant=False)
     ids = torch.randint(5, 300, (2, 48))
     tracker = TensorTracker(model)
     with tracker:

@@ -87,7 +87,7 @@ def test_hfu_is_higher_where_activations_are_recomputed(clock: Time) -> None:
     """By nearly a third, for a model that is mostly layers."""
     run = a_run(model=tiny.model(num_hidden_layers=8))
     run.model.train()
-    run.model.gradient_checkpointing_enable({"use_reentrant": True})
+    tiny.checkpoint(run.model, reentrant=True)
     meter = Meter("a100")
     step(meter, run, batch(9))
     clock.now += 1

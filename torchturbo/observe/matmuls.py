@@ -63,7 +63,7 @@ def count(model: nn.Module) -> Flops:
     if decoder is base:
         decoder = base.base_model
     layers = _layers(decoder, config)
-    below = _embeddings_need_gradient(base, decoder)
+    below = _input_needs_gradient(base, layers)
     parts = []
     for index, layer in enumerate(layers):
         part, below = _layer_part(f"layer {index}", layer, index, config, below, _checkpointing(layer, decoder))
@@ -91,7 +91,9 @@ def _layer_part(
     """
     products = list(_products(layer, config))
     pair, span = _attention(layer, index, config)
-    flows = below or any(weight.requires_grad for weight in layer.parameters() if weight.dim() < 2)
+    trained = [weight for weight in layer.parameters() if weight.requires_grad]
+    # Reentrant checkpointing gives a trained layer inputs that require grad, since it would have no gradient otherwise.
+    flows = below or any(weight.dim() < 2 for weight in trained) or (checkpointing == "reentrant" and bool(trained))
     inputs = weights = 0.0
     attention_flows = False
     for product in products:
@@ -101,7 +103,7 @@ def _layer_part(
         if ATTENTION.fullmatch(product.name.split(".")[0]):
             attention_flows = flows
     forward = sum(product.cost for product in products)
-    again = _recomputed(layer, products, checkpointing) if (below if checkpointing == "reentrant" else flows) else 0.0
+    again = _recomputed(layer, products, checkpointing) if flows else 0.0
     part = Part(
         name, forward, inputs, weights, again, pair, 2 * pair * attention_flows, pair if again else 0.0, span
     )  # fmt: skip
@@ -215,14 +217,19 @@ def _span(kind: str | None, config: Any) -> Span:
     return Span(name, size) if isinstance(size, int) and size > 0 else FULL
 
 
-def _embeddings_need_gradient(base: Any, decoder: nn.Module) -> bool:
-    """Return whether a gradient is needed of the first layer's input: it is trained, or made to look as if it were."""
-    if getattr(base, "_require_grads_hook", None) is not None:  # Transformers' enable_input_require_grads
+def _input_needs_gradient(base: Any, layers: nn.ModuleList) -> bool:
+    """Return whether a gradient is needed of the first layer's input.
+
+    It is where the embeddings are trained, or a tower or projector whose features stand among them, or where they are
+    made to look as if they were (Transformers' ``enable_input_require_grads``).
+    """
+    if getattr(base, "_require_grads_hook", None) is not None:
         return True
-    layers = {
-        id(weight) for layer in decoder.children() if isinstance(layer, nn.ModuleList) for weight in layer.parameters()
-    }
-    return any(weight.requires_grad for weight in decoder.parameters() if id(weight) not in layers and weight.dim() > 1)
+    behind = {id(weight) for weight in layers.parameters()}
+    embeddings = base.get_input_embeddings()
+    tied = {id(weight) for weight in embeddings.parameters()} if isinstance(embeddings, nn.Module) else set()
+    behind |= {id(weight) for _, head in _head_modules(base) for weight in head.parameters()} - tied
+    return any(weight.requires_grad and weight.dim() > 1 for weight in base.parameters() if id(weight) not in behind)
 
 
 def _explain_rest(decoder: nn.Module, layers: nn.ModuleList) -> None:
