@@ -25,7 +25,8 @@ def _functions() -> Any:
     return import_module("torch_npu")
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
+    """Return RMSNorm of x [..., H], see :func:`torchturbo.ops.find.rms_norm`."""
     # npu_rms_norm wants both in one format; Gemma's norms apply the weight in float32 and round afterwards.
     dtype = x.dtype if cast_first else torch.float32
     gamma = (weight + offset if offset else weight).to(dtype)
@@ -33,18 +34,21 @@ def _norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
     return result.to(x.dtype)
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rotated q [B, N, T, D] and k [B, K, T, D], see :func:`torchturbo.ops.find.rotary`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B or 1, 1, T, D], its layout beside [B, N, T, D]
     rotate = _functions().npu_rotary_mul
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, all [..., I]."""
     result: Tensor = _functions().npu_swiglu(torch.cat((gate, up), -1), dim=-1)
     return result
 
 
-def _token_sum(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+def token_sum(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the summed cross-entropy of logits [N, V] and targets [N]."""
     # npu_cross_entropy_loss takes a negative ignore_index for none at all, and targets must be classes.
     counted = targets.ne(ignore_index)
     losses: Tensor = _functions().npu_cross_entropy_loss(logits, targets.masked_fill(~counted, 0), reduction="none")[0]
@@ -113,17 +117,17 @@ def _experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def rms_norm(sites: Sequence[Site], situation: Any) -> list[Handle]:
     """Use ``npu_rms_norm(x, gamma, epsilon) -> (y, rstd)``."""
-    return shapes.rms_norm(sites, _norm)
+    return shapes.rms_norm(sites, norm)
 
 
 def rope(sites: Sequence[Site], situation: Any) -> list[Handle]:
     """Use ``npu_rotary_mul(x, cos, sin)``, whose default mode rotates halves."""
-    return shapes.rope(sites, _rotary)
+    return shapes.rope(sites, rotary)
 
 
 def swiglu(sites: Sequence[Site], situation: Any) -> list[Handle]:
     """Use ``npu_swiglu(x, dim)``, which halves x into gate and up."""
-    return shapes.swiglu(sites, _gated)
+    return shapes.swiglu(sites, gated)
 
 
 def grouped_mm(sites: Sequence[Site], situation: Any) -> list[Handle]:
@@ -133,4 +137,4 @@ def grouped_mm(sites: Sequence[Site], situation: Any) -> list[Handle]:
 
 def cross_entropy(sites: Sequence[Site], situation: Any) -> list[Handle]:
     """Use ``npu_cross_entropy_loss(input, target, reduction) -> (loss, ...)``."""
-    return shapes.cross_entropy(sites, _token_sum)
+    return shapes.cross_entropy(sites, token_sum)
