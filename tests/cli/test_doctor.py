@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from launching import ROOT
 
+from torchturbo.adapters.base import RANK_VARIABLES, SECOND_OWNERS
 from torchturbo.cli.doctor import device as device_module
 from torchturbo.cli.doctor import environment, keys, packages, report
 from torchturbo.cli.doctor.device import Device, Operator, operator
@@ -30,7 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment in which nothing is wrong."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-    for name in environment.SECOND_OWNERS:
+    for name in (*SECOND_OWNERS, *RANK_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -297,12 +298,12 @@ def test_a_driver_without_a_cuda_build_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_a_clash_is_status_1(torchturbo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run would stop at it; errors stand before warnings."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("TORCH_TURBO_GBZ", "2")
 
     done = torchturbo("doctor")
 
     assert done.status == 1
-    assert done.out.index("error:   ACCELERATE_USE_FSDP") < done.out.index("warning: OMP_WAIT_POLICY")
+    assert done.out.index("error:   ACCELERATE_USE_FSDP") < done.out.index("warning: TORCH_TURBO_GBZ")
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -310,7 +311,7 @@ def test_values_of_other_variables_are_never_printed(
     form: str, torchturbo: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report is made to be pasted into an issue."""
-    names = ["HF_TOKEN", "WANDB_API_KEY", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG", *environment.SECOND_OWNERS]
+    names = ["HF_TOKEN", "WANDB_API_KEY", "OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG", *SECOND_OWNERS, *RANK_VARIABLES]
     for name in names:
         monkeypatch.setenv(name, "s3cret")
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torchturbo.adapters.base import SECOND_OWNERS, environment_clashes
+from torchturbo.adapters.base import environment_clashes
 from torchturbo.cli.doctor.device import Device
 from torchturbo.config.environment import read_environment
 
@@ -31,9 +31,7 @@ def findings(device: Device | None, environ: Mapping[str, str] = os.environ) -> 
     reading = read_environment(environ)
     found = [Finding("error", problem.place, problem.message, problem.remedy) for problem in reading.problems]
     found += [Finding("warning", warning.place, warning.message, warning.remedy) for warning in reading.warnings]
-    for problem in environment_clashes(environ):  # its text holds the value, which is not ours to show
-        _, effect, remedy = SECOND_OWNERS[problem.place]
-        found.append(Finding("error", problem.place, f"{effect}, which TorchTurbo does", remedy))
+    found += [Finding("error", clash.place, clash.message, clash.remedy) for clash in environment_clashes(environ)]
     if device is not None and device.type == "cpu":
         found += _on_a_cpu(environ)
     return found
