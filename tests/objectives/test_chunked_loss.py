@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from torchturbo.objectives import chunked
 from torchturbo.objectives.chunked_check import obstacle
@@ -151,6 +152,29 @@ def test_bf16_autocast_is_as_close_as_the_format(recompute: bool) -> None:
 
     assert expected[0] == pytest.approx(actual[0], rel=1e-5)
     assert_same(expected, actual, relative=2e-2)
+
+
+class SummedLinear(nn.Linear):
+    """A head whose weight is the sum of two, and whose bias is one number: autograd hands out one tensor for several."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*reversed(weight.shape), bias=False)
+        self.weight, self.other = nn.Parameter(weight / 4), nn.Parameter(weight * 3 / 4)
+        self.number = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight + self.other, self.number.expand(len(self.weight)))
+
+
+def test_gradients_that_autograd_shares_are_added_apart() -> None:
+    """Each chunk's part goes into one buffer in place, and that must be no other parameter's."""
+    models = [tiny.model().train() for _ in range(2)]
+    for model in models:
+        model.lm_head = SummedLinear(model.lm_head.weight.detach())
+    chunked.install(models[1], 5)
+    assert chunked.recomputes(models[1])
+
+    assert_same(step(models[0], batch()), step(models[1], batch()))
 
 
 def test_half_precision_is_recomputed() -> None:

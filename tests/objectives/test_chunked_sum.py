@@ -62,7 +62,8 @@ def recomputed(hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, operat
     def project(rows: Tensor) -> Tensor:
         return functional.linear(rows, weight, bias)
 
-    return recomputed_sum(project, hidden, target, kept_rows(target, IGNORED), operations, size)
+    parameters = [value for value in (weight, bias) if value is not None]
+    return recomputed_sum(project, parameters, hidden, target, kept_rows(target, IGNORED), operations, size)
 
 
 MODES = pytest.mark.parametrize("mode", [in_forward, recomputed])
@@ -175,11 +176,24 @@ def test_gradients_in_forward_are_handed_out_once() -> None:
         total.backward()
 
 
-def test_gradients_in_forward_have_no_gradients_of_their_own() -> None:
+def test_recomputed_gradients_can_be_handed_out_again() -> None:
+    """Nothing was used up: every backward computes them anew."""
+    given = operands()
+    total = recomputed(*given, (), 7)
+    total.backward(retain_graph=True)
+    once = given[1].grad.clone()
+
+    total.backward()
+
+    assert torch.equal(2 * once, given[1].grad)
+
+
+@MODES
+def test_gradients_have_no_gradients_of_their_own(mode: Callable[..., Tensor]) -> None:
     """A gradient penalty is refused, not computed wrong."""
     given = operands()
     with pytest.raises(RuntimeError, match="can't be differentiated: turn loss_chunk.enabled off"):
-        torch.autograd.grad(in_forward(*given, (), 7), given[0], create_graph=True)
+        torch.autograd.grad(mode(*given, (), 7), given[0], create_graph=True)
 
 
 @MODES

@@ -27,6 +27,7 @@ from torchturbo.objectives.linear_cross_entropy import (
     autocast_format,
     gradient_in_forward_sum,
     kept_rows,
+    learned_operands,
     recomputed_sum,
 )
 
@@ -81,12 +82,13 @@ class ChunkedHead(_Installed):
         chunking.losses += 1
         if chunking.trial:
             return hidden.new_zeros((), dtype=torch.float32)
+        head: Any = self
         target = target.to(hidden.device)
         kept = kept_rows(target, ignore_index)
         if needs_recomputing(self, hidden, operations):
             project = super().forward  # type: ignore[misc]
-            return recomputed_sum(project, hidden, target, kept, operations, chunking.size)
-        head: Any = self
+            parameters = list(head.parameters())
+            return recomputed_sum(project, parameters, hidden, target, kept, operations, chunking.size)
         return gradient_in_forward_sum(hidden, head.weight, head.bias, target, kept, operations, chunking.size)
 
 
@@ -162,11 +164,7 @@ def needs_recomputing(head: Any, hidden: Tensor | None = None, operations: tuple
     in fp16, whose range the sums before scaling may leave.
     """
     plain = head.turbo_plain is nn.Linear and type(head.weight) in (nn.Parameter, Tensor)
-    learned = any(
-        isinstance(value, Tensor) and value.requires_grad
-        for operation in operations
-        for value in (*operation.args, *operation.kwargs.values())
-    )
+    learned = bool(learned_operands(operations))
     half = hidden is not None and torch.float16 in (hidden.dtype, autocast_format(hidden.device.type))
     return not plain or learned or half
 

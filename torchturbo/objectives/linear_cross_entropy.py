@@ -1,22 +1,26 @@
 """An output head and its cross-entropy in chunks of rows: the logits of one chunk exist at a time.
 
 Two modes. *Gradient in forward* computes each chunk's gradients at once and only scales them in backward: three matrix
-products a chunk, as without chunks. *Recompute* checkpoints each chunk and computes its logits again in backward, four
-products; it works with any head, since autograd does the rest. The first is Liger's and VeOmni's scheme (and that of
-``torch.nn.functional.linear_cross_entropy``), the second torch.utils.checkpoint on a loop.
+products a chunk, as without chunks. *Recompute* computes a chunk's logits again in backward, four products; it works
+with any head, since autograd differentiates the head. The first is Liger's and VeOmni's scheme (and that of
+``torch.nn.functional.linear_cross_entropy``), the second torch.utils.checkpoint's on a loop; unlike a loop of
+checkpoints it adds each chunk's gradients to one buffer in place, where autograd would hold three of a weight's size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from torchturbo.objectives.deferred import Operation, transformed
+
+NO_SECOND_ORDER = "the gradients of a chunked loss can't be differentiated: turn loss_chunk.enabled off"
 
 
 def autocast_format(device_type: str) -> torch.dtype | None:
@@ -34,6 +38,7 @@ def kept_rows(target: Tensor, ignore_index: int) -> Tensor | None:
 
 def recomputed_sum(
     project: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
     hidden: Tensor,
     target: Tensor,
     kept: Tensor | None,
@@ -42,24 +47,110 @@ def recomputed_sum(
 ) -> Tensor:
     """Return the sum of the cross-entropies of hidden states [N, H] against targets [N], a scalar.
 
-    ``project`` makes logits [n, V] of rows [n, H]. It runs at least once, with a row that counts for nothing where no
-    row does, so that every parameter gets a gradient and every rank calls the same collectives.
+    ``project`` makes logits [n, V] of rows [n, H], with ``parameters`` that may want a gradient. In backward it runs at
+    least once, with a row that counts for nothing where no row does, so that every parameter gets a gradient and every
+    rank calls the same collectives.
     """
+    apply: Callable[..., Tensor] = _Recomputed.apply
+    learned = learned_operands(operations)
+    return apply(project, target, kept, operations, size, len(parameters), hidden, *parameters, *learned)
 
-    def of_chunk(rows: Tensor, labels: Tensor) -> Tensor:
-        logits = transformed(project(rows), operations)
-        return functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
 
-    if kept is not None and len(kept):
-        hidden, target = hidden.index_select(0, kept), target.index_select(0, kept)
-    elif kept is not None:
-        hidden, target = hidden[:1], torch.full_like(target[:1], -1)
-    total: Tensor | None = None
-    for rows, labels in zip(torch.split(hidden, size), torch.split(target, size), strict=True):
-        part = checkpoint(of_chunk, rows, labels, use_reentrant=False)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        project: Callable[[Tensor], Tensor],
+        target: Tensor,
+        kept: Tensor | None,
+        operations: Sequence[Operation],
+        size: int,
+        count: int,
+        hidden: Tensor,
+        *learned: Tensor,
+    ) -> Tensor:
+        ctx.project, ctx.operations, ctx.count = project, operations, count
+        ctx.chunks, ctx.repeat = _chunks(len(hidden), kept, size), _Repeat(hidden)
+        ctx.save_for_backward(hidden, target, *learned)
+        total: Tensor | None = None
+        for rows in ctx.chunks:
+            part, _ = _chunk_loss(project(_rows(hidden, rows)), _rows(target, rows), operations)
+            total = part if total is None else total + part
+        if total is None:  # no row counts
+            total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: autograd would take these gradients for constants
+            raise RuntimeError(NO_SECOND_ORDER)
+        hidden, target, *learned = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[6:]
+        places = [at for at, needs in enumerate(wanted) if needs and at]
+        of_head = [at for at in places if at <= ctx.count]
+        of_operations = [at for at in places if at > ctx.count]
+        gradients: list[Tensor | None] = [torch.zeros_like(hidden) if wanted[0] else None, *[None] * len(learned)]
+        with ctx.repeat.in_force():
+            for rows in ctx.chunks or [slice(0, 1)]:
+                states = _rows(hidden, rows).detach().requires_grad_(wanted[0])
+                with torch.enable_grad():
+                    logits = ctx.project(states)
+                operands = [learned[at - 1] for at in of_operations]
+                labels = _rows(target, rows) if ctx.chunks else None
+                slope, *parts = _slopes(logits.detach(), labels, ctx.operations, operands, scale)
+                for at, part in zip(of_operations, parts, strict=True):
+                    gradients[at] = _added(gradients[at], part)
+                leaves = [states] * wanted[0] + [learned[at - 1] for at in of_head]
+                if not leaves:
+                    continue
+                parts = _apart(torch.autograd.grad(logits, leaves, slope, allow_unused=True))
+                del logits, slope
+                if gradients[0] is not None and (part := parts.pop(0)) is not None:
+                    gradients[0][rows] = part
+                for at in reversed(of_head):
+                    gradients[at] = _added(gradients[at], parts.pop())
+        return None, None, None, None, None, None, *gradients
+
+
+class _Repeat:
+    """What a second run of the head in backward needs to be like the first: random state and number format."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.device_type = hidden.device.type
+        self.format = autocast_format(self.device_type)
+        self.state = torch.get_rng_state()
+        self.devices, self.device_states = get_device_states(hidden)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Run this block with them; what is random around it goes on as if it had not run."""
+        other = "cuda" if self.device_type == "cpu" else self.device_type  # without devices nothing of it is touched
+        with (
+            torch.random.fork_rng(self.devices, device_type=other),
+            torch.autocast(self.device_type, dtype=self.format, enabled=self.format is not None),
+        ):
+            torch.set_rng_state(self.state)
+            set_device_states(self.devices, self.device_states, device_type=other)
+            yield
+
+
+def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that can be added to in place: autograd may hand one tensor, or one number, out several times."""
+    taken: set[int] = set()
+    own: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None and (gradient.data_ptr() in taken or 0 in gradient.stride()):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        own.append(gradient)
+        taken |= set() if gradient is None else {gradient.data_ptr()}
+    return own
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Return a sum of gradients, in place where there is one already."""
+    if part is None or total is None:
+        return part if total is None else total
+    return total.add_(part)
 
 
 def gradient_in_forward_sum(
@@ -105,6 +196,7 @@ class _GradientInForward(torch.autograd.Function):
                 del logits
                 if slope is not None:
                     gradients.add(rows, states, matrix, slope)
+                del slope  # the next chunk's logits take its place
                 total = part if total is None else total + part
         ctx.gradients = gradients
         if total is None:  # no row counts: the sum is 0, and so are the gradients
@@ -114,7 +206,7 @@ class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: autograd would take these gradients for constants
-            raise RuntimeError("the gradients of a chunked loss can't be differentiated: turn loss_chunk.enabled off")
+            raise RuntimeError(NO_SECOND_ORDER)
         hidden, weight, bias = ctx.gradients.handed_out(scale)
         return hidden, weight, bias, None, None, None, None, None
 
@@ -164,20 +256,51 @@ def _rows(tensor: Tensor, rows: slice | Tensor) -> Tensor:
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
+def learned_operands(operations: Sequence[Operation]) -> list[Tensor]:
+    """Return the tensors in operations that want a gradient, each once."""
+    used = [value for operation in operations for value in (*operation.args, *operation.kwargs.values())]
+    return list({id(value): value for value in used if isinstance(value, Tensor) and value.requires_grad}.values())
+
+
 def _chunk_loss(
-    logits: Tensor, target: Tensor, operations: Sequence[Operation], slope_wanted: bool
+    logits: Tensor, target: Tensor, operations: Sequence[Operation], slope_wanted: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's summed cross-entropy and its slope by the logits [n, V]: softmax - one-hot, and operations."""
-    with torch.set_grad_enabled(slope_wanted and bool(operations)):
-        leaf = logits.requires_grad_(slope_wanted) if operations else logits
-        seen = transformed(leaf, operations)
-    logs = functional.log_softmax(seen.detach(), -1)
+    """Return a chunk's summed cross-entropy after operations on logits [n, V], and its slope by the logits."""
+    seen = _followed(logits, operations, slope_wanted)
+    total, slope = _loss_and_slope(seen, target, slope_wanted)
+    if slope is not None and operations:
+        (slope,) = torch.autograd.grad(seen, logits, slope)
+    return total, None if slope is None else slope.to(logits.dtype)
+
+
+def _slopes(
+    logits: Tensor, target: Tensor | None, operations: Sequence[Operation], operands: Sequence[Tensor], scale: Tensor
+) -> list[Tensor | None]:
+    """Return the slopes of a chunk's loss times ``scale``, by logits [n, V] and by operands; zero without targets [n]."""
+    seen = _followed(logits, operations, True)
+    slope = torch.zeros_like(seen) if target is None else _loss_and_slope(seen, target, True)[1]
+    assert slope is not None
+    slope.mul_(scale)
+    if not operations:
+        return [slope.to(logits.dtype)]
+    first, *others = torch.autograd.grad(seen, [logits, *operands], slope)
+    return [first, *_apart(others)]
+
+
+def _followed(logits: Tensor, operations: Sequence[Operation], differentiable: bool) -> Tensor:
+    """Return logits [n, V] after operations; ``torch.autograd.grad`` can go back to the logits given, if wanted."""
+    with torch.set_grad_enabled(differentiable and bool(operations)):
+        if operations:
+            logits.requires_grad_(differentiable)
+        return transformed(logits, operations)
+
+
+def _loss_and_slope(logits: Tensor, target: Tensor, slope_wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the summed cross-entropy of logits [n, V], and its slope by them, softmax - one-hot."""
+    logs = functional.log_softmax(logits.detach(), -1)
     column = target.unsqueeze(1)
     total = -logs.gather(1, column).sum()
     if not slope_wanted:
         return total, None
     slope = logs.exp_()
-    slope.scatter_add_(1, column, slope.new_full((), -1.0).expand(column.shape))
-    if operations:
-        (slope,) = torch.autograd.grad(seen, leaf, slope.to(seen.dtype))
-    return total, slope.to(logits.dtype)
+    return total, slope.scatter_add_(1, column, slope.new_full((), -1.0).expand(column.shape))
