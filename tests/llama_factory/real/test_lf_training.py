@@ -14,8 +14,20 @@ METHODS = {
     "sft freeze": {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
     "sft lora": {"finetuning_type": "lora", "lora_rank": 4, "learning_rate": 1e-2},
     "sft neat packing": {"neat_packing": True},
-    "sft packing": {"packing": True},
+    "sft packing": {"packing": True, "train_on_prompt": True},
     "sft accuracy": {"compute_accuracy": True, "val_size": 0.1},
+    "sft blocks": {"finetuning_type": "freeze", "freeze_trainable_layers": 1, "use_llama_pro": True},
+    "sft lora of other kinds": {
+        "finetuning_type": "lora",
+        "use_dora": True,
+        "use_rslora": True,
+        "loraplus_lr_ratio": 4,
+    },
+    "sft pissa": {"finetuning_type": "lora", "pissa_init": True},
+    "sft attention and noise": {"flash_attn": "disabled", "neftune_noise_alpha": 5.0},
+    "sft dft": {"use_dft_loss": True},
+    "sft eaft": {"use_eaft_loss": True},
+    "sft asft": {"use_asft_loss": True},
 }
 
 
@@ -43,6 +55,28 @@ def test_pretraining_is_a_mean_over_what_is_predicted(settings: Callable[..., Pa
     assert len(ours.steps) == 3
     for step, (loss, norm) in alone.steps.items():
         assert ours.steps[step] == pytest.approx((loss * 64 / 63, norm * 64 / 63), abs=2e-5)
+
+
+def test_a_processor_changes_no_loss(
+    settings: Callable[..., Path], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one LLaMA-Factory lets Trainer divide by the accumulation steps, which a normalised loss has behind it."""
+    from torchturbo.adapters.llama_factory.package import import_package
+
+    path = settings()
+    without = engine(path)
+    workflow = import_package().workflows["sft"]
+    load = workflow.load_tokenizer
+
+    class Processor:
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder, "processor").touch()
+
+    monkeypatch.setattr(workflow, "load_tokenizer", lambda *args: load(*args) | {"processor": Processor()})
+    having = engine(path, f"output_dir={without.output}-processor")
+
+    assert without.steps == having.steps
+    assert (having.output / "processor").is_file()
 
 
 def test_gbs_sets_the_accumulation(settings: Callable[..., Path], engine: Any, stock: Any, logged: list[str]) -> None:
@@ -123,13 +157,17 @@ def test_what_is_left_behind(settings: Callable[..., Path], engine: Any) -> None
     from torchturbo.engine.config import load_config
 
     ours = engine(
-        settings(plot_loss=True, val_size=0.2, eval_strategy="steps", eval_steps=2, do_eval=True), "--tt_gbs", "2"
+        settings(
+            enable_torch_profiler=True, plot_loss=True, val_size=0.2, eval_strategy="steps", eval_steps=2, do_eval=True
+        ),
+        "--tt_gbs",
+        "2",
     )
 
     names = {path.name for path in ours.output.iterdir()}
     assert names >= {
         "model.safetensors", "config.json", "tokenizer.json", "trainer_log.jsonl", "training_loss.png",
-        "training_eval_loss.png", "all_results.json", "torchturbo.yaml", "torchturbo_run.json",
+        "training_eval_loss.png", "all_results.json", "profiler", "torchturbo.yaml", "torchturbo_run.json",
     }  # fmt: skip
     assert load_config(ours.output / "torchturbo.yaml").gbs == 2
     run = json.loads((ours.output / "torchturbo_run.json").read_text())["run"]
@@ -154,6 +192,17 @@ def test_the_evaluation_is_a_mean_over_tokens(settings: Callable[..., Path], eng
         losses.append(json.loads((output / "eval_results.json").read_text())["eval_loss"])
 
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_predictions_are_generated(settings: Callable[..., Path], engine: Any) -> None:
+    """By a model that just trained, with the key-value cache and without labels."""
+    path = settings(max_steps=1, do_predict=True, predict_with_generate=True, val_size=4, max_new_tokens=4)
+    ours = engine(path)
+
+    rows = [json.loads(line) for line in (ours.output / "generated_predictions.jsonl").read_text().splitlines()]
+    assert 4 == len(rows)
+    assert {"prompt", "predict", "label"} == rows[0].keys()
+    assert json.loads((ours.output / "predict_results.json").read_text())["predict_rouge-l"] >= 0
 
 
 def test_llamafactory_is_as_before_afterwards(settings: Callable[..., Path], engine: Any) -> None:

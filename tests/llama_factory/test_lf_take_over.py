@@ -1,0 +1,142 @@
+"""What LLaMA-Factory's arguments look like once the engine has taken over, and what stops a run there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS
+from torchturbo.adapters.llama_factory.run import take_over, told
+from torchturbo.adapters.llama_factory.said import Said
+from torchturbo.adapters.llama_factory.trainer import Launch, quantised
+from torchturbo.engine.args import parse_torchturbo_args
+from torchturbo.engine.config import build_from_args
+from torchturbo.errors import ConfigError
+
+
+def parsed(**training: Any) -> list[Any]:
+    """Return the five holders as ``get_train_args`` leaves them."""
+    settings: dict[str, Any] = {
+        "bf16": False, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "world_size": 1,
+        "use_cpu": True, "device": torch.device("cpu"), "do_train": True, "resume_from_checkpoint": None,
+        "output_dir": "out",
+    }  # fmt: skip
+    return [
+        SimpleNamespace(disable_gradient_checkpointing=False, compute_dtype=None),
+        SimpleNamespace(dataset=["a"], cutoff_len=64, template="chatml"),
+        SimpleNamespace(**settings | training),
+        SimpleNamespace(stage="sft", finetuning_type="lora", lora_rank=4, **dict.fromkeys(FREEZE_FLAGS, True)),
+        None,
+    ]
+
+
+def launch(*words: str, **said: Any) -> Launch:
+    config = build_from_args(parse_torchturbo_args(words)[0], environ={})
+    return Launch(config, {name: Said(value, name) for name, value in said.items()})
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "bf16"),
+    [
+        (["--tt_mixed_precision", "bf16"], torch.bfloat16, True),
+        (["--tt_mixed_precision", "fp32"], torch.float32, False),
+        ([], torch.float32, False),  # LLaMA-Factory would take fp16 where a device has it
+    ],
+)
+def test_number_formats_follow_the_engine(words: list[str], dtype: torch.dtype, bf16: bool) -> None:
+    """LLaMA-Factory builds attention masks in its compute_dtype."""
+    made = parsed(bf16=not bf16)
+    take_over(made, launch(*words))
+    assert (dtype, bf16) == (made[0].compute_dtype, made[2].bf16)
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+def test_its_checkpointing_is_off_whatever_ours_is(word: str) -> None:
+    """One owner."""
+    made = parsed()
+    take_over(made, launch("--tt_gradient_checkpointing", word))
+    assert made[0].disable_gradient_checkpointing
+
+
+def test_its_freeze_flags_are_ours_where_ours_are_set() -> None:
+    """And its own where not."""
+    made = parsed()
+    take_over(made, launch())
+    assert [True] * 3 == [getattr(made[3], name) for name in FREEZE_FLAGS]
+    take_over(made, launch("--tt_freeze_language_model"))
+    assert [False, False, True] == [getattr(made[3], name) for name in FREEZE_FLAGS]
+
+
+def test_what_a_resume_compares() -> None:
+    """Its data and its method."""
+    one = launch()
+    take_over(parsed(), one)
+    assert {
+        "dataset": ["a"],
+        "cutoff_len": 64,
+        "template": "chatml",
+        "finetuning_type": "lora",
+        "lora_rank": 4,
+    }.items() <= (one.facts.items())
+
+
+@pytest.mark.parametrize(
+    ("training", "words", "part"),
+    [
+        ({"world_size": 2}, ["--tt_gbs", "3"], "--tt_gbs"),
+        ({"device": torch.device("xpu")}, [], "xpu"),
+    ],
+)
+def test_what_stops_a_run_before_the_model(
+    training: dict[str, Any], words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told once, status 2."""
+    with pytest.raises(ConfigError):
+        take_over(parsed(**training), launch(*words))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert part in line
+
+
+def test_ranks_that_would_not_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A launcher's two ranks, and a Trainer that saw one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError):
+        take_over(parsed(), launch())
+    assert "WORLD_SIZE: 2 ranks were started" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_user_named_stays(tmp_path: Path) -> None:
+    """What LLaMA-Factory chose by itself may be replaced by a whole one; tests/llama_factory/real has that."""
+    made = parsed(resume_from_checkpoint="mine", output_dir=str(tmp_path))
+    take_over(made, launch(resume_from_checkpoint="mine"))
+    assert "mine" == made[2].resume_from_checkpoint
+
+
+def test_its_refusals_are_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the cause where that says more, on one line."""
+
+    def read() -> None:
+        try:
+            raise FileNotFoundError("no folder\nm")
+        except FileNotFoundError as error:
+            raise OSError("Failed to load tokenizer.") from error
+
+    with pytest.raises(ConfigError):
+        told(read)()
+    assert "error: LLaMA-Factory: Failed to load tokenizer. no folder m\n" == capsys.readouterr().err
+    assert 3 == told(lambda value: value + 1)(2)
+
+
+def test_a_quantised_model() -> None:
+    """By its object, or by what its folder says."""
+    model = tiny.model()
+    assert quantised(model) is None
+    assert quantised(None) is None
+    model.config.quantization_config = {"quant_method": "gptq"}
+    problem = quantised(model)
+    assert problem is not None and "quantised models are not trained here" in problem.message
