@@ -486,3 +486,46 @@ def test_a_lock_that_is_a_link_does_not_empty_what_it_leads_to(material: Path, t
     with pytest.raises(ConfigError, match="--output_dir: .*torchturbo.lock"):
         train(command(material, tmp_path / "out"))
     assert "precious" == (tmp_path / "precious").read_text()
+
+
+# ---- weights that lack some ----
+
+
+def without_a_layer(folder: Path) -> None:
+    """Take a layer out of a folder's weights, and the record that would tell."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if ".layers.1." not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    unrecorded(folder)
+
+
+def test_a_checkpoint_that_lacks_a_layer_is_not_resumed(material: Path, out: Path) -> None:
+    """Its layer would stay as the model was before training."""
+    without_a_layer(out / "checkpoint-2")
+    message = refused(material, out, "checkpoint-2")
+    assert "its weights lack 9 of the model's: model.layers.1." in message
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+def test_a_model_that_lacks_a_layer_is_not_trained(changes: dict[str, Any], material: Path, tmp_path: Path) -> None:
+    """Transformers would fill it with random numbers; a tied head is no missing weight."""
+    folder = tiny.save(tmp_path / "model", **changes)
+    words = ["--model_name_or_path", str(folder), "--save_strategy", "no", "--max_steps", "1"]
+    train([*command(material, tmp_path / "whole"), *words])
+    without_a_layer(folder)
+    with pytest.raises(ConfigError, match="model lacks 9 of the model's weights: model.layers.1."):
+        train([*command(material, tmp_path / "out"), *words])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_checkpoint_is_resumed(material: Path, tmp_path: Path) -> None:
+    """Its head is in no file."""
+    words = ["--model_name_or_path", str(tiny.save(tmp_path / "model", tie_word_embeddings=True))]
+    out = tmp_path / "out"
+    train([*command(material, out), *words])
+    shutil.rmtree(out / "checkpoint-3")
+    result = train([*command(material, out), *words, "--resume_from_checkpoint", "true"])
+    assert (3, True) == (result.steps, result.trained)

@@ -73,6 +73,28 @@ def test_show_changed_lists_the_changes_alone(torchturbo: Run) -> None:
     assert "every key has its default\n" == torchturbo("config", "show", "--changed").out
 
 
+@pytest.mark.parametrize("size", [40, 60, 80, 200])
+def test_show_fits_the_terminal(size: int, torchturbo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table is too wide each key gets two lines, and nothing is left out; elsewhere than on a terminal
+    the table stays a table."""
+    write("parallel_plan:\n  sp_size: 2\n")
+    words = ("config", "show", "--tt_config", "turbo.yaml")
+    whole = torchturbo(*words).out
+    assert whole.startswith("KEY ")
+    monkeypatch.setenv("COLUMNS", str(size))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert whole == torchturbo(*words).out
+    monkeypatch.setattr("torchturbo.cli.terminal.sys.stdout.isatty", lambda: True, raising=False)
+    shown = torchturbo(*words).out
+    assert ("KEY " in shown) is (size == 200)
+    if size < 200:
+        lines = shown.splitlines()
+        assert list(KEYS) == [line.partition(" = ")[0] for line in lines if " = " in line]
+        place = lines[lines.index("parallel_plan.sp_size = 2") + 1]
+        assert place.startswith("  file, turbo.yaml:2:12")
+        assert all(len(line) <= max(size, max(map(len, KEYS)) + 12) for line in lines)
+
+
 @pytest.mark.parametrize(("name", "read"), [("yaml", yaml.safe_load), ("json", json.loads)])
 def test_show_can_be_read_back(torchturbo: Run, name: str, read: Callable[[str], Any]) -> None:
     """What it prints for programs is a configuration file that gives the same configuration."""

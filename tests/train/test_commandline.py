@@ -289,6 +289,93 @@ def test_a_schedule_that_cannot_be_made_is_told_at_start(
     assert not (tmp_path / "out").exists()
 
 
+LATE = [
+    (["--optim", "adamw_bnb_8bit"], "--optim: "),
+    (["--optim_args", "x"], "--optim_args: adamw_torch_fused: not enough values to unpack"),
+    (["--report_to", "wandb"], "--report_to: the package of wandb is not installed; pip install wandb"),
+    (["--report_to", "wandbb"], "--report_to: unknown logger 'wandbb'; did you mean wandb?"),
+    (
+        ["--attn_implementation", "flex_attention"],
+        "--attn_implementation: flex_attention has no backward pass on a CPU",
+    ),
+    (["--output_dir", "~nobody-here/x"], "--output_dir: ~nobody-here/x begins with a user who has no home folder"),
+    (["--dataset", "~nobody-here/x.jsonl"], "--dataset: ~nobody-here/x.jsonl begins with a user"),
+    (["--eval_dataset", "~nobody-here/x.jsonl"], "--eval_dataset: ~nobody-here/x.jsonl begins with a user"),
+    (["--model_name_or_path", "~nobody-here/x"], "--model_name_or_path: ~nobody-here/x begins with a user"),
+    (["--tokenizer_name", "~nobody-here/x"], "--tokenizer_name: ~nobody-here/x begins with a user"),
+    (["--chat_template", "~nobody-here/x"], "--chat_template: ~nobody-here/x begins with a user"),
+    (["--resume_from_checkpoint", "~nobody-here/x"], "--resume_from_checkpoint: ~nobody-here/x begins with a user"),
+    (["--output_dir", "x" * 300], "--output_dir: " + "x" * 60 + "... can't be used: File name too long"),
+    (["--dataset", "x" * 300 + ".jsonl"], "--dataset: " + "x" * 60 + "... can't be used: File name too long"),
+    (["--model_name_or_path", "x" * 300], "--model_name_or_path: " + "x" * 60 + "... can't be used"),
+    (["--resume_from_checkpoint", "x" * 300], "--resume_from_checkpoint: " + "x" * 60 + "... can't be used"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), LATE, ids=[" ".join(words)[:40] for words, _ in LATE])
+def test_what_would_fail_late_is_told_at_start(
+    words: list[str], line: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Packages, devices, and paths that no operating system takes: one line with its place, status 2."""
+    (found,) = errors(capsys, [*good(material, tmp_path / "out"), *words])
+    assert found.startswith(line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unusable_paths_are_told_with_all_else(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each once."""
+    words = ["--output_dir", "~nobody-here", "--dataset", "x" * 300 + ".jsonl", "--tt_gbs", "x", "--max_steps", "many"]
+    lines = errors(capsys, [*good(material, tmp_path / "out"), *words])
+    places = ["--dataset", "--max_steps", "--output_dir", "--tt_gbs"]
+    assert places == sorted(line.partition(":")[0] for line in lines)
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "a\\uDFFFb"])
+def test_half_a_character_is_told_with_its_line(
+    text: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON can write it, a tokenizer would end the run; a whole pair is a character."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f'{{"text": "\\ud83d\\ude00"}}\n{{"prompt": "x", "completion": "{text}"}}\n')
+    (line,) = errors(capsys, [*good(material, tmp_path / "out"), "--dataset", str(rows)])
+    assert line.startswith(f"{rows}:2: ")
+    assert line.endswith("is half of a surrogate pair and stands for no character")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_rows_longer_than_the_learned_positions(
+    kind: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table of positions has an end; rows that fit are trained on, whatever cutoff_len allows."""
+    from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
+
+    sizes = {"vocab_size": 400, "max_position_embeddings": 64}
+    made = {
+        "gpt2": GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, vocab_size=400, bos_token_id=0, eos_token_id=0),
+        "opt": OPTConfig(hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16, **sizes),
+    }[kind]  # fmt: skip
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "' + "ab" * 200 + '"}\n')
+    words = [
+        *good(material, tmp_path / "out"),
+        "--model_name_or_path",
+        str(folder),
+        "--dataset",
+        str(rows),
+        "--max_steps",
+        "1",
+    ]
+    (line,) = errors(capsys, words)
+    assert line.startswith("--cutoff_len: a row of ")
+    assert line.endswith(" is longer than the 64 positions that the model has learned; use --cutoff_len 64")
+    assert run([*words, "--cutoff_len", "64"]) == 0
+
+
 def test_attention_that_is_not_installed_is_told_by_its_option(
     material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.files import STAGING
 from torchturbo.engine.config import load_config
 from torchturbo.errors import ConfigError
@@ -290,11 +291,18 @@ def test_a_diverged_run_stops_and_saves_nothing(material: Path, tmp_path: Path, 
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_old_checkpoints_outlive_a_run_that_cannot_begin(stopped: Path, material: Path, tmp_path: Path) -> None:
+def test_old_checkpoints_outlive_a_run_that_cannot_begin(
+    stopped: Path, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are removed when the optimizer could be made, not before."""
     stopped = Path(shutil.copytree(stopped, tmp_path / "out"))
-    with pytest.raises(ImportError):
-        train(command(material, stopped, "--overwrite_output_dir", "true", "--optim", "adamw_bnb_8bit"))
+
+    def refuse(self: Any, *args: Any) -> None:
+        raise RuntimeError("no optimizer")
+
+    monkeypatch.setattr(TurboTrainer, "create_optimizer", refuse)
+    with pytest.raises(RuntimeError, match="no optimizer"):
+        train(command(material, stopped, "--overwrite_output_dir", "true"))
 
     assert (stopped / "checkpoint-2" / "optimizer.pt").is_file()
 
@@ -557,6 +565,16 @@ def test_bf16_typed_for_the_framework_is_the_engines(material: Path, tmp_path: P
     assert result.config.mixed_precision == "bf16"
     assert "mixed_precision = bf16  (--bf16)" in logged
     assert not result.trainer.args.bf16
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_no_second_bar_is_drawn(value: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainer's own would write over the line of progress, whatever is asked of it."""
+    result = train(command(material, tmp_path / "out", "--disable_tqdm", value, "--max_steps", "1"))
+
+    assert "it/s" not in capsys.readouterr().err
+    names = {type(callback).__name__ for callback in result.trainer.callback_handler.callbacks}
+    assert "Progress" in names and not names & {"ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
 
 
 def test_quiet_says_nothing(

@@ -48,6 +48,7 @@ class CheckpointMixin:
         lr_scheduler: Any
 
     _staged: Path | None = None
+    _resuming: bool = False
     _allowed: Mapping[str, Any] = {}
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +99,25 @@ class CheckpointMixin:
             self.turbo.context.hooks.call("load_checkpoint", Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._resuming = True
         with _loading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        self._resuming = False
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse a checkpoint whose weights lack some of the model's, which would go on with the ones it was loaded from.
+
+        Weights that others share their storage with (a tied head) are in no file twice.
+        """
+        tensors = self.model.state_dict()
+        loaded = {tensors[name].data_ptr() for name in tensors.keys() - set(load_result.missing_keys)}
+        missing = [
+            name for name in load_result.missing_keys if name in tensors and tensors[name].data_ptr() not in loaded
+        ]
+        if missing and self._resuming:
+            names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            raise ValueError(f"its weights lack {len(missing)} of the model's: {names}")
+        super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with _loading(checkpoint):

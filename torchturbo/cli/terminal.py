@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -19,7 +20,7 @@ def paint(text: str, *styles: str) -> str:
 
 def width() -> int:
     """Return the columns to write into: the terminal's, but no more than people like to read."""
-    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    return max(40, min(shutil.get_terminal_size((100, 24)).columns, 120))
 
 
 def wrap(text: str, indent: str = "") -> str:
@@ -37,6 +38,14 @@ def columns(rows: Iterable[Sequence[str]], styles: Iterable[Sequence[str]] = ())
         cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
         lines.append(paint("  ".join(cells).rstrip(), *style))
     return "\n".join(lines)
+
+
+def fits(text: str) -> bool:
+    """Return whether a text can be shown as it is: on a narrow terminal its lines must not be broken anywhere."""
+    if not sys.stdout.isatty():
+        return True
+    size = shutil.get_terminal_size((100, 24)).columns
+    return all(len(re.sub(r"\033\[[0-9;]*m", "", line)) <= size for line in text.splitlines())
 
 
 def definitions(rows: Iterable[tuple[str, str]]) -> str:

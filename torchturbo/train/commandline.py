@@ -51,9 +51,10 @@ def read_command(argv: Sequence[str]) -> Command:
     problems += _load_kwargs(said) + base.environment_clashes() + clashes(said, typed=True)
     named = line.reading.settings.get("config_path")
     merged = merge(read_layers(line.reading, named.value if named else None, framework_values(said, typed=True)))
-    if problems or base.config_problems(merged):
+    from torchturbo.train.paths import path_problems, unusable_paths
+
+    if problems or base.config_problems(merged) or unusable_paths(parsed):
         from torchturbo.plugins.load import file_problems
-        from torchturbo.train.prepare import path_problems
 
         problems += path_problems(parsed) + file_problems(merged.values.get("plugins", ()))
     config = base.checked_config(merged, problems)

@@ -17,6 +17,10 @@ from torchturbo.train.arguments import ModelArguments
 
 PLACE = "--model_name_or_path"
 WEIGHTS = ("*.safetensors", "*.bin")
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
+"""Names of tables of learned positions in Transformers' models."""
+MOST_OFFSET = 2
+"""Rows that OPT and its kin keep free at the start of their table."""
 
 
 def folder_problem(name: str) -> Problem | None:
@@ -128,14 +132,29 @@ def empty_model(arguments: ModelArguments, config: Any) -> Any:
         return None
 
 
+def learned_positions(model: torch.nn.Module) -> int | None:
+    """Return how many positions a text model has a table for, as GPT-2 and OPT have; None where it computes them.
+
+    ``model`` may hold no weights. A longer sequence would end with an index error inside the table.
+    """
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        is_table = isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
+        if is_table and isinstance(positions, int) and 0 <= module.num_embeddings - positions <= MOST_OFFSET:
+            return positions
+    return None
+
+
 def load_model(arguments: ModelArguments, config: Any) -> Any:
     """Read the weights, in fp32: trainable parameters are held so whatever the checkpoint's format."""
     kwargs: dict[str, Any] = {"config": config, "dtype": torch.float32, "revision": arguments.model_revision}
     if arguments.attn_implementation is not None:
         kwargs["attn_implementation"] = arguments.attn_implementation
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            _required(arguments), trust_remote_code=arguments.trust_remote_code, **kwargs
+        model, told = AutoModelForCausalLM.from_pretrained(
+            _required(arguments), trust_remote_code=arguments.trust_remote_code, output_loading_info=True, **kwargs
         )
     except ImportError as error:
         if arguments.attn_implementation is None:
@@ -144,6 +163,12 @@ def load_model(arguments: ModelArguments, config: Any) -> Any:
         raise ConfigError([Problem("--attn_implementation", "", message, "install it, or use sdpa")]) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
+    if missing := sorted(told["missing_keys"]):
+        # Transformers fills them with random numbers and prints a table; a run that starts so is hardly ever meant.
+        names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+        message = f"{_required(arguments)} lacks {len(missing)} of the model's weights: {names}"
+        raise ConfigError([Problem(PLACE, "", message, "use the whole model, as save_pretrained writes it")])
+    return model
 
 
 def _required(arguments: ModelArguments) -> str:

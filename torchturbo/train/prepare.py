@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, loss_clash, taken_over
@@ -17,7 +15,7 @@ from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
-from torchturbo.checkpoint.resume import allowed_changes, checkpoints, find_checkpoint, resume_flag, resume_problems
+from torchturbo.checkpoint.resume import allowed_changes, find_checkpoint, resume_flag, resume_problems
 from torchturbo.engine.config import EngineConfig
 from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.hooks import Hooks
@@ -32,14 +30,22 @@ from torchturbo.train.arguments import (
     CURVE_POINTS,
     DataArguments,
     ModelArguments,
-    Parsed,
     make_training_arguments,
 )
 from torchturbo.train.batches import pack
 from torchturbo.train.commandline import Command
 from torchturbo.train.examples import Encoder, Example, Examples, Tally
-from torchturbo.train.model import empty_model, folder_problem, load_config, load_tokenizer, missing_folder
-from torchturbo.train.rows import Row, SourceFile, path_problem, read_files
+from torchturbo.train.model import (
+    empty_model,
+    folder_problem,
+    learned_positions,
+    load_config,
+    load_tokenizer,
+    missing_folder,
+)
+from torchturbo.train.needs import attention_problem, optimizer_problem, report_problems, scheduler_problem
+from torchturbo.train.paths import output_problems
+from torchturbo.train.rows import Row, SourceFile, read_files
 
 log = get_logger(__name__)
 
@@ -63,6 +69,8 @@ class Job:
     resume: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     plugins: list[Plugin] = field(default_factory=list)
+    positions: int | None = None
+    """Longest sequence that the model's table of positions has room for; None for computed positions."""
 
     @property
     def steps(self) -> int:
@@ -142,9 +150,14 @@ def _check(
         problems.append(
             Problem(where, "mixed_precision", f"{runtime.device_name()} does not compute in bf16", "use fp32")
         )
-    for problem in (scheduler_problem(training), loss_clash(config, training.label_smoothing_factor, typed=True)):
+    for problem in (
+        scheduler_problem(training),
+        loss_clash(config, training.label_smoothing_factor, typed=True),
+        attention_problem(model.attn_implementation, runtime),
+    ):
         if problem is not None:
             problems.append(problem)
+    problems += report_problems(training)
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
     )
@@ -167,59 +180,12 @@ def _check_model(job: Job) -> None:
     run = Run(job.config, job.runtime, training.world_size, training.process_index, job.output_dir)
     context = Context(job.runtime, training.world_size, training.process_index, hooks=Hooks(run, job.plugins))
     model = empty_model(job.model_arguments, job.model_config)
-    if model is not None and (problems := Engine(job.config, context).problems(model)):
+    problems = [] if model is None else Engine(job.config, context).problems(model)
+    if (problem := optimizer_problem(job.training, model)) is not None:
+        problems.append(problem)
+    if problems:
         raise ConfigError(problems)
-
-
-def path_problems(parsed: Parsed) -> list[Problem]:
-    """Return what is wrong with the paths of a command line, looking no deeper than that they are there."""
-    problems: list[Problem | None] = []
-    if parsed.model.model_name_or_path:
-        problems.append(folder_problem(parsed.model.model_name_or_path))
-    for option, paths in (("--dataset", parsed.data.dataset), ("--eval_dataset", parsed.data.eval_dataset)):
-        problems += [path_problem(Path(path).expanduser(), option) for path in paths]
-    if output_dir := parsed.training.get("output_dir"):
-        problems += output_problems(Path(str(output_dir)), may_hold_checkpoints=True)
-    return [problem for problem in problems if problem is not None]
-
-
-def scheduler_problem(training: TrainingArguments) -> Problem | None:
-    """Return what keeps a learning-rate schedule from being made, found by making one that nothing uses."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
-    kwargs: Any = training.lr_scheduler_kwargs or {}  # a dictionary by now, whatever it was typed as
-    try:
-        get_scheduler(training.lr_scheduler_type, optimizer, 1, 100, kwargs)
-    except (ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
-        return Problem("--lr_scheduler_type", "", message, "give --lr_scheduler_kwargs what it needs")
-    return None
-
-
-def output_problems(folder: Path, may_hold_checkpoints: bool) -> list[Problem]:
-    """Return what keeps a run from writing to a folder."""
-    place = "--output_dir"
-    if folder.is_symlink() and not folder.exists():
-        return [Problem(place, "", f"{folder} is a link that leads nowhere")]
-    nearest = folder
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        return [Problem(place, "", f"{nearest} is a file, expected a folder")]
-    try:  # permissions say little of a file system that is full, read-only, or takes no files
-        tempfile.TemporaryFile(dir=nearest).close()
-    except OSError as error:
-        return [Problem(place, "", f"{nearest} can't be written to: {error.strerror or error}")]
-    if not may_hold_checkpoints and (old := checkpoints(folder)):
-        message = f"{folder} holds {old[-1].name} of an earlier run"
-        return [
-            Problem(
-                place,
-                "",
-                message,
-                "go on with --resume_from_checkpoint true, or use another folder, or --overwrite_output_dir true",
-            )
-        ]
-    return []
+    job.positions = None if model is None else learned_positions(model)
 
 
 def _encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
@@ -233,6 +199,7 @@ def _encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
             remedy = "raise --cutoff_len, or use --train_on_prompt true"
             problems.append(Problem(place, "", f"none of its {len(read)} rows holds a token to train on", remedy))
     problems += _vocabulary_problems(job, [*examples, *eval_examples])
+    problems += _position_problems(job, [*examples, *eval_examples])
     if problems:
         raise ConfigError(problems)
     if job.data.packing:
@@ -275,6 +242,14 @@ def _vocabulary_problems(job: Job, examples: Sequence[Example]) -> list[Problem]
             place, "", f"the tokenizer makes token {largest}, the model has {size}", "they belong to different models"
         )
     ]
+
+
+def _position_problems(job: Job, examples: Sequence[Example]) -> list[Problem]:
+    longest = max((len(example["input_ids"]) for example in examples), default=0)
+    if job.positions is None or longest <= job.positions:
+        return []
+    message = f"a row of {longest} tokens is longer than the {job.positions} positions that the model has learned"
+    return [Problem("--cutoff_len", "", message, f"use --cutoff_len {job.positions}")]
 
 
 def vocabulary(model_config: Any) -> int | None:

@@ -157,10 +157,20 @@ def _rows(pairs: list[tuple[str, Any]]) -> tuple[list[Row], list[Problem]]:
     problems: list[Problem] = []
     for place, value in pairs:
         try:
+            _refuse_half_characters(value)
             rows.append(parse_row(place, value))
         except RowError as error:
             problems.append(Problem(place, "", str(error)))
     return rows, problems
+
+
+def _refuse_half_characters(value: Any) -> None:
+    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer can read; raises :class:`RowError`."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        escape = f"\\u{ord(error.object[error.start]):04x}"
+        raise RowError(f"{escape} is half of a surrogate pair and stands for no character") from error
 
 
 def parse_row(place: str, value: Any) -> Row:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout  # torch and transformers both depend on it
-from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerState
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboTrainer
@@ -171,7 +171,8 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
         turbo_plugins=job.plugins,
     )
     trainer.turbo_facts = job.facts
-    trainer.remove_callback(PrinterCallback)
+    for theirs in (PrinterCallback, ProgressCallback):  # --disable_tqdm false would draw a second bar over the line
+        trainer.remove_callback(theirs)
     return trainer
 
 

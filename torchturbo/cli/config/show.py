@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from torchturbo.cli.terminal import BOLD, DIM, columns, paint
+from torchturbo.cli.terminal import BOLD, DIM, columns, fits, paint, wrap
 from torchturbo.config.keys import shown
 from torchturbo.config.layers import Layer, Reading
 from torchturbo.config.merge import Merged, idle_paths, merge
@@ -48,4 +49,16 @@ def _table(config: EngineConfig, merged: Merged, *, changed_only: bool) -> str:
         legend.append("inactive: not available in this version; train refuses another value than the default")
     if any("idle" in row[4] for row in rows[1:]):
         legend.append("idle: set, but another key keeps it from being read; `config explain KEY` says which")
-    return "\n".join([columns(rows, styles), *(["", *(paint(line, DIM) for line in legend)] if legend else [])])
+    table = columns(rows, styles)
+    if not fits(table):
+        table, legend = _narrow(rows[1:], styles[1:]), [wrap(line) for line in legend]
+    return "\n".join([table, *(["", *(paint(line, DIM) for line in legend)] if legend else [])])
+
+
+def _narrow(rows: Sequence[Sequence[str]], styles: Sequence[Sequence[str]]) -> str:
+    """Return two lines a key: the key with its value, and below them where that comes from."""
+    lines = []
+    for (path, value, layer, place, note), style in zip(rows, styles, strict=True):
+        lines.append(paint(f"{path} = {value}", *style))
+        lines.append(paint("  " + ", ".join(part for part in (layer, place, note) if part), DIM))
+    return "\n".join(lines)
