@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -98,13 +99,15 @@ class _Recomputed(torch.autograd.Function):
                 operands = [learned[at - 1] for at in of_operations]
                 labels = _rows(target, rows) if ctx.chunks else None
                 slope, *parts = _slopes(logits.detach(), labels, ctx.operations, operands, scale)
+                edge = get_gradient_edge(logits) if logits.requires_grad else None
+                del logits  # backward through the head needs its graph, not its values
                 for at, part in zip(of_operations, parts, strict=True):
                     gradients[at] = _added(gradients[at], part)
                 leaves = [states] * wanted[0] + [learned[at - 1] for at in of_head]
-                if not leaves:
+                if edge is None:
                     continue
-                parts = _apart(torch.autograd.grad(logits, leaves, slope, allow_unused=True))
-                del logits, slope
+                parts = _apart(torch.autograd.grad(edge, leaves, slope, allow_unused=True))
+                del slope
                 if gradients[0] is not None and (part := parts.pop(0)) is not None:
                     gradients[0][rows] = part
                 for at in reversed(of_head):
