@@ -125,6 +125,45 @@ def test_each_launch_reads_the_files_as_they_are_then(write: Any, load: Any) -> 
     assert (1, 2) == (first.value, second.value)
 
 
+def test_a_sibling_that_came_a_moment_ago_is_found(write: Any, folder: Path, load: Any) -> None:
+    """Python keeps a folder's list while the folder's time stays as it was."""
+    write("a.py", "from . import sys_\n")
+    write("sys_.py", "", bare=True)
+    load("a.py")
+    status = folder.stat()
+    write("new.py", "", bare=True)
+    write(
+        "a.py",
+        "from . import new\n"
+        + one("A").replace("    @", "@").replace("    class", "class").replace("        ", "    "),
+    )
+    os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    assert [] == load("a.py")[1]
+
+
+def test_a_file_that_failed_is_no_sibling_of_the_next(write: Any, load: Any) -> None:
+    """It would be half a module: whoever imports it meets the same error."""
+    write("bad.py", "x = 1\n1 / 0\n")
+    write("b.py", "from .bad import x\n")
+
+    assert ["bad.py:4: ZeroDivisionError: division by zero"] * 2 == load("bad.py", "b.py")[1]
+
+
+def test_a_plugin_that_changes_its_settings_changes_no_record(write: Any, load: Any) -> None:
+    """Nor those of the other classes of its file."""
+    write(
+        "a.py",
+        "class Taking(Plugin):\n    def __init__(self, settings):\n        self.taken = settings.pop('x')\n@register()\nclass A(Taking):\n    pass\n@register()\nclass B(Taking):\n    pass\n",
+    )
+    write("s.yaml", "x: 1\n")
+
+    plugins, problems = load("a.py:s.yaml")
+
+    assert ([], [1, 1]) == (problems, [plugin.taken for plugin in plugins])
+    assert ['A {"x": 1}', 'B {"x": 1}'] == plugin_facts(plugins)["plugins"]
+
+
 def test_objects_of_a_plugin_can_be_pickled(write: Any, load: Any) -> None:
     """Data loader workers and checkpoints do that; the module's name is the same in every process."""
     write("a.py", "class State:\n    pass\n@register()\nclass A(Plugin):\n    state = State()\n")

@@ -161,6 +161,7 @@ SCHEMA = closed(
             "s.yaml:2:3: inner.depht: unknown key; did you mean depth?",
             "s.yaml:2:3: inner.depth: is required and missing",
         ]),
+        ("inner: {depth: null}\n", ["s.yaml:1:16: inner.depth: expected integer, got null"]),
         ("inner: 4\n", ["s.yaml:1:8: inner: expected object, got integer 4"]),
         ("dekay: 1\nzzz: 2\n", [
             "s.yaml:1:1: dekay: unknown key; did you mean decay?",
@@ -285,6 +286,17 @@ def test_a_schema_that_is_none_is_told_at_its_class(schema: Any, problem: str) -
     (found,) = map(str, schema_problems(schema, "p.py:1"))
 
     assert found.startswith(problem)
+
+
+def test_nothing_is_fetched_for_a_reference(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a name of the schema turns into an address on the network, too."""
+    asked: list[Any] = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **more: asked.append(args))
+    schema = {"$id": "https://example.org/a.json", **closed(a={"$ref": "b.json"})}
+
+    (problem,) = held(write, "a: 1\n", schema)[1]
+
+    assert problem.startswith("s.yaml: settings_schema: can't be applied: ") and [] == asked
 
 
 def test_a_fault_deep_in_a_schema_is_told_when_it_is_met(write: Any) -> None:

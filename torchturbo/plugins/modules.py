@@ -101,9 +101,12 @@ def _compiled(data: bytes, path: str) -> CodeType | Problem:
     except SyntaxError as error:  # also of an encoding that is not declared
         place = f"{path}:{error.lineno}:{error.offset or 1}" if error.lineno else path
         return Problem(place, "", f"is no Python: {error.msg}")
-    except ValueError:  # before Python 3.12
-        return Problem(path, "", "is no Python: it holds a NUL byte")
-    except (RecursionError, MemoryError, OverflowError) as error:
+    except (
+        RecursionError,
+        MemoryError,
+        OverflowError,
+        ValueError,
+    ) as error:  # too deep; NUL in Python 3.11.0 to 3.11.3
         return Problem(path, "", f"is no Python that can be read: {type(error).__name__}")
 
 
