@@ -51,7 +51,8 @@ BLOCKS = [block for page in GUIDES for block in blocks(page)]
 CONFIGURATIONS = [
     block
     for block in BLOCKS
-    if block.language in ("yaml", "json") and (block.title in ("turbo.yaml", "turbo.json") or "torchturbo.schema.json" in block.text)
+    if block.language in ("yaml", "json")
+    and (block.title in ("turbo.yaml", "turbo.json") or re.search(r"^# \$schema: .*torchturbo", block.text, re.M))
 ]
 SHELL = [block for block in BLOCKS if block.language == "sh"]
 COMMANDS = [
