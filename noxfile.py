@@ -20,8 +20,8 @@ NODE_MODULES = ROOT / "tests" / "ide" / "node_modules"
 # The environment of the README. Torch is a large download, so the sessions that need it share this one.
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-# These folders need a language server, a browser, a build backend or LLaMA-Factory, and have sessions of their own.
-OWN_SESSION = ["tests/ide", "tests/site", "tests/package", "tests/llama_factory/real"]
+# These folders need a language server, a browser, a build backend, LLaMA-Factory or Triton, and have sessions of their own.
+OWN_SESSION = ["tests/ide", "tests/site", "tests/package", "tests/llama_factory/real", "tests/ops/interpreted"]
 # What holds without torch, on every supported Python: schema, code generation, configuration and commands.
 WITHOUT_TORCH = ["tests/codegen", "tests/config", "tests/cli", "tests/docs", "tests/fuzz", "tests/habits"]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE"}  # idle OpenMP threads sleep; spinning ones slow a shared machine down fivefold
@@ -141,6 +141,17 @@ def quickstart(session: nox.Session) -> None:
     """Train the README's example in .venv."""
     python = with_torch(session)
     session.run(python, "-m", "torchturbo", "quickstart", *session.posargs, env=QUIET, external=True)
+
+
+@nox.session(python="3.11", venv_backend="virtualenv")
+def liger(session: nox.Session) -> None:
+    """Run Liger's kernels on a CPU, in Triton's interpreter; with Triton about, torch.compile would not be as it is."""
+    (torch,) = [
+        line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line.startswith("torch==")
+    ]
+    session.install(torch, *group("liger"), "--editable", ".[train]")  # in one command, or pip replaces torch
+    env = QUIET | {"OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "pytest", "tests/ops/interpreted", *session.posargs, env=env)
 
 
 @nox.session(python="3.11", venv_backend="virtualenv")

@@ -131,11 +131,11 @@ class LigerRMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         eps, offset = ctx.rest
+        kept = ctx.saved_tensors
         with torch.enable_grad():
-            x, weight = (value.detach().float().requires_grad_() for value in ctx.saved_tensors)
+            x, weight = (value.detach().float().requires_grad_() for value in kept)
             y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + offset)
         dx, dw = torch.autograd.grad(y, (x, weight), gradients[0].float())
-        kept = ctx.saved_tensors
         return dx.to(kept[0].dtype), dw.to(kept[1].dtype), None, None, None, None, None
 
 

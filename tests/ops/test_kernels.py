@@ -91,7 +91,7 @@ GPU = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device and liger-kernel")
 def test_liger_on_a_gpu() -> None:
-    """The real kernels; tests/ops/triton runs the same ones in Triton's interpreter on a CPU."""
+    """The real kernels; tests/ops/interpreted runs the same ones in Triton's interpreter on a CPU."""
     for dtype in FORMATS:
         for offset, cast_first in NORMS:
             check_norm(liger, offset, cast_first, dtype, "cuda")

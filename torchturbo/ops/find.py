@@ -21,6 +21,7 @@ from torchturbo.ops.replace import innermost
 
 ROTARY = "apply_rotary_pos_emb"
 """The function that Transformers' attention calls by this global name."""
+PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 WIDTH, INNER = 8, 12
 
 
@@ -82,8 +83,9 @@ def _candidates(module: nn.Module) -> Iterator[tuple[str, Probe, Any]]:
     children = module._modules
     if "RMSNorm" in kind.__name__ and isinstance(module._parameters.get("weight"), Tensor) and not children:
         yield "rms_norm", _rms_norm, (kind, "norm", _numbers(module))
-    if {"gate_proj", "up_proj", "down_proj"} <= children.keys() or {"gate_up_proj", "down_proj"} <= children.keys():
-        yield "swiglu", _swiglu, (kind, "mlp", type(children.get("act_fn", children.get("activation_fn"))))
+    if "down_proj" in children and ({"gate_proj", "up_proj"} <= children.keys() or "gate_up_proj" in children):
+        parts = tuple((name, type(child)) for name, child in children.items() if name not in PROJECTIONS)
+        yield "swiglu", _swiglu, (kind, "mlp", *children, parts, *module._parameters)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and isinstance(module.down_proj, nn.Parameter):
         yield "grouped_mm", _experts, (kind, "experts")
     names = _global_names(kind)

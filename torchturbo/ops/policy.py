@@ -122,12 +122,14 @@ def _unsupported(row: Implementation, situation: Situation) -> str | None:
     return None
 
 
-def missing(choices: Sequence[Choice]) -> list[tuple[str, str]]:
+def missing(choices: Sequence[Choice], device: str) -> list[tuple[str, str]]:
     """Return what an insisting policy lacks: for each operator a message and a remedy."""
     lacking = []
     for choice in choices:
         if choice.sites and choice.implementation is None and not choice.optimised:
-            message = f"no optimised {choice.op} for this run: {'; '.join(choice.reasons) or 'there is none'}"
+            message = (
+                f"no optimised {choice.op} for this run: {'; '.join(choice.reasons) or f'there is none for {device}'}"
+            )
             remedy = f"install it: {', or '.join(choice.commands)}" if choice.commands else f"set it to {AUTO}"
             lacking.append((message, remedy))
     return lacking

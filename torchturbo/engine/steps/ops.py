@@ -26,8 +26,8 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
         return []
     remove(model)  # an earlier trainer may have prepared the same model
     choices = policy.plan(_situation(model, config, context), policy.CUSTOM)
-    place = config.origin(KEY).place
-    return [Problem(place, KEY, message, remedy) for message, remedy in policy.missing(choices)]
+    lacking = policy.missing(choices, context.runtime.device_type)
+    return [Problem(config.origin(KEY).place, KEY, message, remedy) for message, remedy in lacking]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
