@@ -10,9 +10,10 @@ import pytest
 import tiny
 import torch
 
+from torchturbo.adapters.llama_factory.command import Command
 from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS
-from torchturbo.adapters.llama_factory.run import take_over, told
-from torchturbo.adapters.llama_factory.said import Said
+from torchturbo.adapters.llama_factory.run import run_command, take_over, told
+from torchturbo.adapters.llama_factory.said import Arguments, Said
 from torchturbo.adapters.llama_factory.trainer import Launch, quantised
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import build_from_args
@@ -140,3 +141,15 @@ def test_a_quantised_model() -> None:
     model.config.quantization_config = {"quant_method": "gptq"}
     problem = quantised(model)
     assert problem is not None and "quantised models are not trained here" in problem.message
+
+
+def test_plugins_are_loaded_before_llamafactory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its import takes seconds."""
+    monkeypatch.setattr("torchturbo.adapters.llama_factory.run.import_package", lambda: pytest.fail("too late"))
+    config = build_from_args(parse_torchturbo_args(["--tt_plugin", str(tmp_path / "none.py")])[0], environ={})
+
+    with pytest.raises(ConfigError):
+        run_command(Command(Arguments({}, {}, []), config))
+    assert "none.py" in capsys.readouterr().err

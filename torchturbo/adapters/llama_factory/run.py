@@ -183,8 +183,7 @@ def _loader(load: Callable[..., Any], launch: Launch) -> Callable[..., Any]:
 
 def _check_model(model_args: Any, launch: Launch) -> None:
     """Ask every step of the engine whether it can work on the model, made on the meta device."""
-    with torch.random.fork_rng(devices=[]):  # what a method initialises later is what it is without the check
-        model = _empty_model(model_args)
+    model = _empty_model(model_args)
     if model is None:
         return
     if (problem := quantised(model)) is not None:
