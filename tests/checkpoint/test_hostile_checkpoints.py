@@ -376,6 +376,19 @@ def test_a_checkpoint_records_the_files_that_a_resume_reads(whole: Path) -> None
     assert {name for name in recorded if not any(Path(name).match(pattern) for pattern in READ_BY_A_RESUME)} == set()
 
 
+def test_a_file_that_was_changed_on_purpose(out: Path) -> None:
+    """Without its entry in the record it is taken as it is; the others are still held against theirs."""
+    folder = out / "checkpoint-3"
+    (folder / "torchturbo.yaml").write_text((folder / "torchturbo.yaml").read_text() + "# a note\n")
+    assert damage(folder) is not None
+    record = json.loads((folder / MANIFEST_NAME).read_text())
+    del record["files"]["torchturbo.yaml"]
+    (folder / MANIFEST_NAME).write_text(json.dumps(record))
+    assert damage(folder) is None
+    SPOILERS["cut off"](folder / "optimizer.pt")
+    assert damage(folder) is not None
+
+
 @pytest.mark.parametrize("size", [0, 1, ENDS, ENDS + 1, 2 * ENDS, 2 * ENDS + 1, 3 * ENDS])
 def test_a_fingerprint_covers_both_ends(size: int, tmp_path: Path) -> None:
     """All of a file up to two mebibytes, the ends of a larger one, and always the size."""

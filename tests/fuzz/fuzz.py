@@ -1,7 +1,7 @@
 """Fuzz the configuration for some time: ``nox -s fuzz``, ``nox -s fuzz -- --seconds 60``.
 
-The fuzzer runs in a process of its own, minute by minute; what ends one (an input that an oracle refuses, a hang, too
-much memory) is kept under build/fuzz/found, and the next goes on. Exit status 1 if anything was found: put the file
+The fuzzer runs in a process of its own, some minutes at a time; what ends one (an input that an oracle refuses, a hang,
+too much memory) is kept under build/fuzz/found, and the next goes on. Exit status 1 if anything was found: put the file
 into tests/fuzz/corpus, where every test run reads it, and mend what it shows.
 """
 
@@ -20,7 +20,7 @@ import seeds
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SLICE = 60
+SLICE = 300
 """Seconds of one process: what it learned is on the disk, and what it forgot to free is not."""
 ENOUGH = 20
 """Findings after which a run ends early."""
@@ -47,7 +47,7 @@ def main() -> int:
     known = set(found.iterdir())
     end = time.monotonic() + options.seconds
     while (left := int(end - time.monotonic())) > 0 and len(set(found.iterdir()) - known) < ENOUGH:
-        status = _fuzz([str(grown), str(first)], min(left, SLICE), found, words)
+        status = _fuzz(min(left, SLICE), [grown, first], found, words)
         if status and not set(found.iterdir()) - known:
             print("the fuzzer itself failed", file=sys.stderr)
             return 2
@@ -58,14 +58,14 @@ def main() -> int:
     return 1 if new else 0
 
 
-def _fuzz(corpora: list[str], seconds: int, found: Path, words: Path) -> int:
+def _fuzz(seconds: int, corpora: list[Path], found: Path, words: Path) -> int:
     arguments = [
         f"-max_total_time={seconds}", f"-artifact_prefix={found}{os.sep}", f"-dict={words}", f"-max_len={LONGEST}",
         f"-timeout={HANG}", "-rss_limit_mb=0", "-print_final_stats=1", "-verbosity=1", "-reload=0", "-report_slow_units=1000",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:  # where the oracles write their files
         done = subprocess.run(
-            [sys.executable, str(HERE / "target.py"), *arguments, *(str(Path(path).absolute()) for path in corpora)],
+            [sys.executable, str(HERE / "target.py"), *arguments, *(str(path.absolute()) for path in corpora)],
             cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
     lines = done.stdout.splitlines()
