@@ -42,6 +42,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {}),
     "glm4_moe": ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                               "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    # Transformers runs every expert of Llama 4 on every token, so that is what can be compared
+    "llama4": ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size_mlp": 48}),
+    "gemma4": ("gemma4_text", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320,
+                               "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "opt, with projections": ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 48, "dropout": 0.0}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -218,6 +224,18 @@ def test_pairs_by_brute_force(span: Span) -> None:
         assert seen == causal_pairs(length, span)
 
 
+def test_a_packed_weight_counts_what_its_layer_computes() -> None:
+    """Quantised layers keep two weights in a byte, in a tensor of another shape."""
+    model = build("llama")
+    expected = count(model).forward(3, 9)
+    for name in ("gate_proj", "down_proj"):
+        layer = getattr(model.model.layers[0].mlp, name)
+        packed = torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    assert expected == count(model).forward(3, 9)
+
+
 def test_the_configuration_alone_is_enough() -> None:
     """A model on the meta device, without weights, counts alike."""
     with torch.device("meta"):
@@ -307,8 +325,8 @@ def test_a_weight_that_nothing_explains_makes_a_model_uncountable() -> None:
         count(model)
 
     model = build("llama")
-    model.model.project = torch.nn.Linear(4, 4)
-    with pytest.raises(Uncountable, match="project.weight of Linear stands outside the layers"):
+    model.model.positions = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(Uncountable, match="positions of LlamaModel is no weight"):
         count(model)
 
 

@@ -228,6 +228,26 @@ def test_a_device_is_waited_for_at_both_ends(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in (tmp_path / module.FOLDER).iterdir()] == ["step_2_rank_1.pt.trace.json.gz"]
 
 
+@pytest.mark.parametrize("text", ["{", None])
+def test_a_trace_that_is_cut_off_is_no_lost_run(text: str | None, tmp_path: Path, logged: list[str]) -> None:
+    """As a full disk leaves it, or a profiler that can't export."""
+
+    def export(path: str) -> None:
+        if text is None:
+            raise RuntimeError("no trace")
+        Path(path).write_text(text)
+
+    profiler = SimpleNamespace(start=lambda: None, stop=lambda: None, export_chrome_trace=export)
+    runtime: Any = SimpleNamespace(synchronize=lambda: None, profiler=lambda: profiler)
+    plugin, run = StepProfiler(), Run(config=None, runtime=runtime, output_dir=tmp_path)  # type: ignore[arg-type]
+    for run.step in (1, 2):
+        plugin.step_begin([], run)
+        plugin.step_end(run)
+
+    assert any("step_2_rank_0.pt.trace.json.gz could not be written: " in line for line in logged)
+    assert not list((tmp_path / "profiling").glob(".*"))
+
+
 def test_without_the_option_there_is_no_profiler(material: Path, tmp_path: Path) -> None:
     """Nothing is recorded that nobody asked for."""
     train(command(material, tmp_path / "out", "--tt_profiling", "false", "--max_steps", "2"))

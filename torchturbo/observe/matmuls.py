@@ -59,26 +59,25 @@ def count(model: nn.Module) -> Flops:
         raise Uncountable(f"{type(base).__name__} is no decoder of Transformers")
     if getattr(config, "is_encoder_decoder", False):
         raise Uncountable(f"{type(base).__name__} is an encoder and a decoder")
-    decoder = base.get_decoder()
-    if decoder is base:
-        decoder = base.base_model
-    layers = _layers(decoder, config)
+    decoder, layers = _decoder(base, config)
     below = _input_needs_gradient(base, layers)
     parts = []
     for index, layer in enumerate(layers):
         part, below = _layer_part(f"layer {index}", layer, index, config, below, _checkpointing(layer, decoder))
         parts.append(part)
-    _explain_rest(decoder, layers)
-    parts += _heads(base, decoder, below, _recomputes_head(model))
+    parts += _around(decoder, layers, config, _input_needs_gradient(base, layers))
+    parts += _heads(base, decoder, config, below, _recomputes_head(model))
     return Flops(tuple(parts), _left_out(base, decoder))
 
 
-def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
+def _decoder(base: Any, config: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """Return the module that holds the layers, and the layers."""
     wanted = getattr(config, "num_hidden_layers", None)
-    found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
-    if len(found) != 1:
-        raise Uncountable(f"{type(decoder).__name__} has no list of its {wanted} layers")
-    return found[0]
+    for module in (base.get_decoder(), base.base_model, *base.children()):
+        found = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == wanted]
+        if len(found) == 1:
+            return module, found[0]
+    raise Uncountable(f"{type(base).__name__} has no list of its {wanted} layers")
 
 
 def _layer_part(
@@ -136,9 +135,9 @@ def _checkpointing(layer: nn.Module, decoder: nn.Module) -> str:
     return ""
 
 
-def _products(layer: nn.Module, config: Any) -> Iterator[Product]:
-    """Yield the matrix products of a layer in the order in which it registers them."""
-    for name, module in layer.named_modules():
+def _products(root: nn.Module, config: Any) -> Iterator[Product]:
+    """Yield the matrix products of a module in the order in which it registers them."""
+    for name, module in root.named_modules():
         for kind, weight in module.named_parameters(recurse=False):
             if weight.dim() < 2 or kind.endswith("bias") or isinstance(module, nn.Embedding):
                 continue
@@ -149,10 +148,13 @@ def _products(layer: nn.Module, config: Any) -> Iterator[Product]:
 def _cost(path: str, module: nn.Module, weight: Tensor, config: Any) -> tuple[float, bool]:
     """Return a weight's multiply-adds a token, and whether its module is a linear layer of the layer's own line."""
     linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    size = (
+        module.in_features * module.out_features if isinstance(module, nn.Linear) else weight.numel()
+    )  # packed or not
     if weight.dim() == 2 and (linear or ROUTER_CLASS.search(type(module).__name__)):
         if "experts" in path.split(".")[:-2]:  # experts that are modules of their own, each met by its share of tokens
-            return weight.numel() * _active(config) / _experts(config), False
-        return float(weight.numel()), linear and not ROUTER.fullmatch(path.split(".")[-2])
+            return size * _active(config) / _experts(config), False
+        return float(size), linear and not ROUTER.fullmatch(path.rpartition(".")[0].rpartition(".")[2])
     if weight.dim() == 3 and weight.shape[0] == _experts(config):
         return weight.numel() / weight.shape[0] * _active(config), False
     raise Uncountable(f"{path} of {type(module).__name__} is no weight of a matrix product that is known")
@@ -203,7 +205,7 @@ def _input_width(attention: nn.Module) -> int | None:
         projection = getattr(attention, name, None)
         projection = getattr(projection, "base_layer", projection)  # PEFT's wrapper
         if projection is not None and isinstance(weight := getattr(projection, "weight", None), Tensor):
-            return int(weight.shape[0 if type(projection).__name__ == "Conv1D" else 1])
+            return int(getattr(projection, "in_features", weight.shape[0]))  # Conv1D has its input first
     return None
 
 
@@ -232,28 +234,24 @@ def _input_needs_gradient(base: Any, layers: nn.ModuleList) -> bool:
     return any(weight.requires_grad and weight.dim() > 1 for weight in base.parameters() if id(weight) not in behind)
 
 
-def _explain_rest(decoder: nn.Module, layers: nn.ModuleList) -> None:
-    """Refuse weights of the decoder outside its layers, embeddings apart."""
-    inside = {id(module) for module in layers.modules()}
-    for name, module in decoder.named_modules():
-        if id(module) in inside or isinstance(module, nn.Embedding):
-            continue
-        for kind, weight in module.named_parameters(recurse=False):
-            if weight.dim() > 1:
-                raise Uncountable(f"{name}.{kind} of {type(module).__name__} stands outside the layers")
+def _around(decoder: nn.Module, layers: nn.ModuleList, config: Any, below: bool) -> list[Part]:
+    """Return the parts of a decoder's products outside its layers: projections of the embeddings."""
+    inside = {id(weight) for weight in layers.parameters()}
+    outside = [product for product in _products(decoder, config) if id(product.weight) not in inside]
+    return [
+        Part(name, cost, cost * (below and weight.requires_grad), cost * weight.requires_grad)
+        for name, weight, cost, _ in outside
+    ]
 
 
-def _heads(base: Any, decoder: nn.Module, below: bool, recomputed: bool) -> list[Part]:
+def _heads(base: Any, decoder: nn.Module, config: Any, below: bool, recomputed: bool) -> list[Part]:
     """Return the parts of the linear layers that follow the decoder, as a rule the language model's head."""
-    norms = any(weight.requires_grad for name, weight in decoder.named_parameters(recurse=True) if "norm" in name)
-    parts = []
-    for name, module in _head_modules(base):
-        for weight in (weight for weight in module.parameters() if weight.dim() == 2):
-            cost = float(weight.numel())
-            parts.append(
-                Part(name, cost, cost * (below or norms), cost * weight.requires_grad, cost if recomputed else 0.0)
-            )
-    return parts
+    norms = any(weight.requires_grad for name, weight in decoder.named_parameters() if "norm" in name)
+    return [
+        Part(name, cost, cost * (below or norms), cost * weight.requires_grad, cost if recomputed else 0.0)
+        for name, head in _head_modules(base)
+        for _, weight, cost, _ in _products(head, config)
+    ]
 
 
 def _head_modules(base: Any) -> list[tuple[str, nn.Module]]:

@@ -111,8 +111,8 @@ class MemorySnapshot(Plugin):
                 run.runtime.synchronize()
                 write_with(path.with_suffix(".pickle"), run.runtime.dump_memory)
                 log.info_rank0("memory snapshot: %s.pickle (open it in https://pytorch.org/memory_viz)", path)
-        except OSError as error:  # a snapshot is no reason to lose the run
-            log.warning("%s could not be written: %s", path, error.strerror or error)
+        except (OSError, RuntimeError) as error:  # a snapshot is no reason to lose the run
+            log.warning("%s could not be written: %s", path, getattr(error, "strerror", None) or error)
         finally:
             if self._tracker is not None:
                 self._tracker.close()

@@ -70,8 +70,8 @@ class StepProfiler(Plugin):
             write_with(path, lambda temporary: _export(profiler, temporary))
             if run.rank == 0:
                 self._summarise(path, run)
-        except OSError as error:  # a trace is no reason to lose the run
-            log.warning("%s could not be written: %s", path, error.strerror or error)
+        except (OSError, RuntimeError, ValueError) as error:  # a trace is no reason to lose the run
+            log.warning("%s could not be written: %s", path, getattr(error, "strerror", None) or error)
 
     def end(self, run: Run) -> None:
         """Say that there is no trace where there was no second step."""
