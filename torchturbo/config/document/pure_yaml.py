@@ -74,7 +74,8 @@ class PureParser(Reader, Scanner, Parser):
         self._in_plain = True
         token: Any = super().scan_plain()
         self._in_plain = False
-        if self.flow_level and ":?" in token.value:
+        colon = self.peek() == ":" and self.peek(1) in ",[]{}"  # a key's, for PyYAML, without a blank behind it
+        if self.flow_level and (colon or ":?" in token.value):
             raise ScannerError(
                 "while scanning a plain scalar", token.start_mark, "found unexpected ':'", self.get_mark()
             )

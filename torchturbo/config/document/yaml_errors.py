@@ -18,6 +18,7 @@ _BLOCK: Final = "does not fit the {} that starts at {{start}}"
 # place is the start of what was being read rather than where the parser noticed. The first row that matches counts.
 _ROWS: Final[tuple[tuple[str, str, str, str, bool], ...]] = (
     ("simple key", "expected ':'", "a key without ':'", "write `key: value`, with a blank after the colon", True),
+    ("plain scalar", "unexpected ':'", "a ':' without a blank behind it", "write `key: value`", False),
     ("quoted scalar", "end of stream", "a quote that is never closed", "", True),
     ("quoted scalar", "document", "a quote that is never closed", "", True),
     ("", "invalid Unicode", "an escape that stands for no character", "write the character itself", False),
