@@ -146,10 +146,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(python="3.11", venv_backend="virtualenv")
 def liger(session: nox.Session) -> None:
     """Run Liger's kernels on a CPU, in Triton's interpreter; with Triton about, torch.compile would not be as it is."""
-    (torch,) = [
-        line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line.startswith("torch==")
-    ]
-    session.install(torch, *group("liger"), "--editable", ".[train]")  # in one command, or pip replaces torch
+    session.install("--constraint", "constraints.txt", *group("liger"), "--editable", ".[train]")
     env = QUIET | {"OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "pytest", "tests/ops/interpreted", *session.posargs, env=env)
 
