@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchturbo.objectives.chunk import kept_rows
 from torchturbo.objectives.deferred import PLACEHOLDER, Operation
-from torchturbo.objectives.linear_cross_entropy import gradient_in_forward_sum, kept_rows, recomputed_sum
+from torchturbo.objectives.gradient_in_forward import gradient_in_forward_sum
+from torchturbo.objectives.recomputed import recomputed_sum
 
 ROWS, WIDTH, TOKENS = 23, 8, 31
 IGNORED = -100

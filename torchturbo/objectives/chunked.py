@@ -22,14 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from torchturbo.engine.model import base_model
+from torchturbo.objectives.chunk import autocast_format, kept_rows
 from torchturbo.objectives.deferred import DeferredLogits, Operation
-from torchturbo.objectives.linear_cross_entropy import (
-    autocast_format,
-    gradient_in_forward_sum,
-    kept_rows,
-    learned_operands,
-    recomputed_sum,
-)
+from torchturbo.objectives.gradient_in_forward import gradient_in_forward_sum
+from torchturbo.objectives.recomputed import learned_operands, recomputed_sum
 
 
 @dataclass
