@@ -153,6 +153,32 @@ def test_under_autocast_logits_are_half_and_the_loss_is_not(mode: Callable[..., 
         assert_close(twin.grad, leaf.grad, 1e-2)
 
 
+class Products(TorchDispatchMode):
+    """Notes the formats of the matrix products that make logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and result.shape[1] == TOKENS:
+            self.formats.append(result.dtype)
+        return result
+
+
+def test_recomputation_repeats_the_format_of_the_forward() -> None:
+    """Backward runs outside of autocast."""
+    given = operands(bias=False)
+    given[0].requires_grad_(False)
+    with Products() as seen:
+        with torch.autocast("cpu", torch.bfloat16):
+            total = recomputed(*given, (), 1024)
+        total.backward()
+
+    assert [torch.bfloat16] * 2 == seen.formats
+
+
 @MODES
 def test_a_model_in_bf16_sums_in_float32(mode: Callable[..., Tensor]) -> None:
     """Parameters and gradients in bf16; the loss keeps its digits."""
