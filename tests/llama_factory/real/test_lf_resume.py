@@ -66,6 +66,20 @@ def test_another_run_is_told_apart(
     assert sorted(engine(path, *words, "--tt_resume_allow", name).steps) == [1, 2, 3, 4]
 
 
+def test_a_checkpoint_that_a_killed_run_had_moved_away(saved: Any, engine: Any) -> None:
+    """It was being replaced by one of its name; LLaMA-Factory would begin anew."""
+    from torchturbo.checkpoint.files import OUTGOING, staging_folder
+
+    path, whole = saved()
+    moved = staging_folder(whole.output) / f"checkpoint-2{OUTGOING}"
+    moved.parent.mkdir()
+    (whole.output / "checkpoint-2").rename(moved)
+    (whole.output / "model.safetensors").unlink()
+
+    assert whole.steps == engine(path).steps
+    assert not moved.exists()
+
+
 def test_a_damaged_checkpoint_is_passed_over(saved: Any, engine: Any, logged: list[str]) -> None:
     """LLaMA-Factory picks by the number alone."""
     path, whole = saved(save_steps=1)

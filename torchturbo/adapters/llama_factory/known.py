@@ -77,5 +77,6 @@ def _refused_by_argparse(words: list[str], classes: Sequence[type]) -> list[Prob
         def error(self, message: str) -> Any:
             raise ArgumentError(message)
 
-    parser = Parser(list(classes), allow_abbrev=False, add_help=False, exit_on_error=False)
+    kinds: Any = list(classes)
+    parser: Any = Parser(kinds, allow_abbrev=False, add_help=False, exit_on_error=False)
     return parse_all(parser, words)[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchturbo.adapters.llama_factory.known import problems_with
 from torchturbo.adapters.llama_factory.mapping import frozen_parts
 from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_package
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
+from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.resume import checkpoints, find_checkpoint
 from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.hooks import Hooks
@@ -44,6 +46,7 @@ def run_command(command: Command, callbacks: Sequence[Any] = ()) -> None:
     plugins, problems = load_plugins(config, FRAMEWORK)
     if problems:
         fail(problems)
+    _put_back(command)
     try:
         package = import_package()
     except ConfigError as error:
@@ -53,6 +56,13 @@ def run_command(command: Command, callbacks: Sequence[Any] = ()) -> None:
     launch = Launch(config, command.arguments.said, plugins)
     with restored_determinism(), engine_underneath(package, launch):
         package.tuner.run_exp(args=_for_framework(command), callbacks=list(callbacks))
+
+
+def _put_back(command: Command) -> None:
+    """Put a checkpoint back that a killed run had moved away, before any rank looks for the newest one."""
+    output_dir = command.arguments.said.get("output_dir")
+    if os.environ.get("RANK", "0") == "0" and output_dir is not None and isinstance(output_dir.value, str):
+        put_back(Path(output_dir.value))
 
 
 def _for_framework(command: Command) -> Any:
