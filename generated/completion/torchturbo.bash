@@ -13,7 +13,7 @@ _shtab_torchturbo_llamafactory_option_strings=(-h --help --tt_backend --tt_cpu_o
 _shtab_torchturbo_quickstart_option_strings=(-h --help --output_dir --steps --seed)
 _shtab_torchturbo_config_show_option_strings=(-h --help --format --changed --tt_backend --tt_cpu_offload --tt_prefetch_strategy --tt_prefetch_direction --tt_forward_prefetch_depth --tt_backward_prefetch_depth --tt_mixed_precision --tt_gbs --tt_use_deterministic_algorithms --tt_op_policy --tt_optimizer --tt_sp_size --tt_ep_size --tt_gradient_checkpointing --tt_ac_use_reentrant --tt_enable_mtp --tt_mtp_loss_scaling_factor --tt_mtp_log_loss --tt_enable_dspark --tt_dspark_loss_scaling_factor --tt_dspark_num_anchors --tt_dspark_loss_decay_gamma --tt_dspark_ce_loss_alpha --tt_dspark_l1_loss_alpha --tt_dspark_confidence_loss_alpha --tt_moe_token_dispatcher --tt_moe_aux_loss_coeff --tt_moe_z_loss_coeff --tt_enable_chunk_loss --tt_loss_chunk_size --tt_freeze_vision_tower --tt_freeze_multi_modal_projector --tt_freeze_language_model --tt_cap_lambda --tt_bd_mask_low --tt_bd_mask_high --tt_bd_block_size --tt_log_mfu --tt_card_name --tt_hf_export --tt_config --tt_profiling --tt_memory_snapshot_steps --tt_log_level --tt_plugin --tt_resume_allow --tt_help)
 _shtab_torchturbo_config_explain_option_strings=(-h --help --tt_backend --tt_cpu_offload --tt_prefetch_strategy --tt_prefetch_direction --tt_forward_prefetch_depth --tt_backward_prefetch_depth --tt_mixed_precision --tt_gbs --tt_use_deterministic_algorithms --tt_op_policy --tt_optimizer --tt_sp_size --tt_ep_size --tt_gradient_checkpointing --tt_ac_use_reentrant --tt_enable_mtp --tt_mtp_loss_scaling_factor --tt_mtp_log_loss --tt_enable_dspark --tt_dspark_loss_scaling_factor --tt_dspark_num_anchors --tt_dspark_loss_decay_gamma --tt_dspark_ce_loss_alpha --tt_dspark_l1_loss_alpha --tt_dspark_confidence_loss_alpha --tt_moe_token_dispatcher --tt_moe_aux_loss_coeff --tt_moe_z_loss_coeff --tt_enable_chunk_loss --tt_loss_chunk_size --tt_freeze_vision_tower --tt_freeze_multi_modal_projector --tt_freeze_language_model --tt_cap_lambda --tt_bd_mask_low --tt_bd_mask_high --tt_bd_block_size --tt_log_mfu --tt_card_name --tt_hf_export --tt_config --tt_profiling --tt_memory_snapshot_steps --tt_log_level --tt_plugin --tt_resume_allow --tt_help)
-_shtab_torchturbo_config_validate_option_strings=(-h --help --format)
+_shtab_torchturbo_config_validate_option_strings=(-h --help --format --tt_plugin)
 _shtab_torchturbo_config_init_option_strings=(-h --help)
 _shtab_torchturbo_config_schema_option_strings=(-h --help --path --tt_plugin)
 _shtab_torchturbo_config_option_strings=(-h --help)
@@ -35,6 +35,7 @@ _shtab_torchturbo_config_explain___tt_config_COMPGEN=_shtab_compgen_files
 _shtab_torchturbo_config_explain___tt_plugin_COMPGEN=_shtab_compgen_files
 _shtab_torchturbo_config_explain___tt_resume_allow_COMPGEN=_shtab_compgen_files
 _shtab_torchturbo_config_validate_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_torchturbo_config_validate___tt_plugin_COMPGEN=_shtab_compgen_files
 _shtab_torchturbo_config_init_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_torchturbo_config_schema___tt_plugin_COMPGEN=_shtab_compgen_files
 

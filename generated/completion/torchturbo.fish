@@ -267,6 +267,7 @@ complete -c torchturbo -n '_shtab_torchturbo_using config explain' -l tt_help -d
 complete -c torchturbo -n '_shtab_torchturbo_using config; and test $_shtab_torchturbo_npos -eq 0' -a validate -d 'Check configuration files; exit status 1 if one is wrong.'
 complete -c torchturbo -n '_shtab_torchturbo_using config validate' -s h -l help -d 'show this help message and exit'
 complete -c torchturbo -n '_shtab_torchturbo_using config validate' -l format -xka "text json github" -d 'default: text'
+complete -c torchturbo -n '_shtab_torchturbo_using config validate' -l tt_plugin -xka "(__fish_complete_path)" -d 'check the files as settings of a plugin; runs the plugin'"'"'s code'
 complete -c torchturbo -n '_shtab_torchturbo_using config validate; and test $_shtab_torchturbo_npos -ge 0' -ka "(__fish_complete_path)" -d 'YAML or JSON'
 complete -c torchturbo -n '_shtab_torchturbo_using config; and test $_shtab_torchturbo_npos -eq 0' -a init -d 'Write a commented configuration to start from.'
 complete -c torchturbo -n '_shtab_torchturbo_using config init' -s h -l help -d 'show this help message and exit'

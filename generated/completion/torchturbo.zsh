@@ -185,6 +185,7 @@ _shtab_torchturbo_config_show_defaults_added=0
 _shtab_torchturbo_config_validate_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--format[default\: text]:format:(text json github)"
+  "--tt_plugin[check the files as settings of a plugin\; runs the plugin\'s code]:PATH:_files"
   "(*):YAML or JSON:_files"
 )
 

@@ -73,11 +73,79 @@ def test_a_plugin_without_a_schema_says_why(text: str, error: str, write: Any, c
     assert (2, "", [f"error: {error}"]) == config(capsys, "schema", "--tt_plugin", "a.py")
 
 
+VALIDATED = """\
+@register()
+class A(Plugin):
+    settings_schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+"""
+
+
+def test_settings_files_can_be_validated(write: Any, capsys: Any) -> None:
+    """As configurations are: each file for itself, for people, programs and GitHub."""
+    write("a.py", VALIDATED)
+    write("good.yaml", "a: 1\n")
+    write("bad.yaml", "a: 010\nb: 1\n")
+    words = ["validate", "--tt_plugin", "a.py", "good.yaml", "bad.yaml"]
+
+    status, out, _ = config(capsys, *words)
+    assert (1, [
+        "good.yaml: ok",
+        "bad.yaml:1:4: error: a: 010: a number with leading zeros; write 10, or put a text in quotes",
+        "bad.yaml:2:1: error: b: unknown key; the keys here are a",
+        "bad.yaml: 2 errors",
+    ]) == (status, out.splitlines())  # fmt: skip
+    status, out, _ = config(capsys, *words, "--format", "json")
+    assert (1, [("bad.yaml", 1, 4), ("bad.yaml", 2, 1)]) == (
+        status,
+        [(item["file"], item["line"], item["column"]) for item in json.loads(out)],
+    )
+    assert 0 == config(capsys, *words[:-1])[0]
+    status, out, _ = config(capsys, "validate", "--tt_plugin", "a.py", "no.yaml")
+    assert 1 == status and out.startswith("no.yaml: error: no such file")
+
+
+def test_a_plugin_that_says_nothing_of_its_settings_validates_none(write: Any, capsys: Any) -> None:
+    write("a.py", "@register()\nclass A(Plugin):\n    pass\n")
+
+    status, out, (line,) = config(capsys, "validate", "--tt_plugin", "a.py", "a.py")
+    assert (2, "", "error: a.py: A has no settings_schema: settings are handed on as they are") == (status, out, line)
+
+
+def test_without_jsonschema_nothing_is_left_unchecked(write: Any, load: Any, capsys: Any, monkeypatch: Any) -> None:
+    """A schema that can't be applied is no reason to train with settings nobody checked."""
+    from torchturbo.plugins import activate
+
+    write("a.py", VALIDATED)
+    write("a.yaml", "a: 1\n")
+    monkeypatch.setattr(activate, "find_spec", lambda name: None)
+    expected = (
+        "a.py:3: its settings_schema is checked by jsonschema, which is not installed; pip install 'torchturbo[train]'"
+    )
+
+    assert ([], [expected]) == load("a.py:a.yaml")
+    assert (2, "", [f"error: {expected}"]) == config(capsys, "schema", "--tt_plugin", "a.py")
+
+
 def test_no_such_plugin(folder: Any, capsys: Any) -> None:
     status, out, (line,) = config(capsys, "schema", "--tt_plugin", "no.py")
 
     assert (2, "") == (status, out)
     assert line.startswith("error: no.py: no such file")
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("--tt_plugins=a.py", "did you mean --tt_plugin?"),
+        ("--tt_gbs=4", "see `torchturbo config validate --help`"),
+        ("--frmat=json", "did you mean --format?"),
+    ],
+)
+def test_an_option_of_the_command_is_found_by_what_sets_it_apart(word: str, remedy: str, capsys: Any) -> None:
+    """Not by the letters that all of our options begin with."""
+    status, _, (line,) = config(capsys, "validate", "a.yaml", word)
+
+    assert (2, f"error: {word}: not an argument of `torchturbo config validate`; {remedy}") == (status, line)
 
 
 def test_the_path_and_a_plugin_exclude_each_other(capsys: Any) -> None:

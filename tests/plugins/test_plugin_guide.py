@@ -68,6 +68,9 @@ def test_the_schema_for_the_editor_is_written(site: Path, capsys: pytest.Capture
     (line,) = (text for language, _, text in BLOCKS if language == "bash" and "config schema" in text)
     assert 0 == main(line.partition(" >")[0].split()[1:])
     assert '"limit"' in capsys.readouterr().out
+    (line,) = (text for language, _, text in BLOCKS if language == "bash" and "config validate" in text)
+    assert 0 == main(line.split()[1:])
+    assert "padding.yaml: ok\n" == capsys.readouterr().out
 
 
 def test_the_package_of_the_page_offers_the_plugin() -> None:

@@ -116,7 +116,7 @@ def test_a_resumed_run_shows_its_checkpoint_before_the_first_step(material: Path
 
     assert ["model_built", "before_shard", "optimizer_built", "load_checkpoint", "step_begin"] == plugin.hooks[:5]
     facts = plugin.notes[3][1]
-    assert ("checkpoint-1", True) == (facts["folder"], facts["weights"])
+    assert ("checkpoint-1", True, 1) == (facts["folder"], facts["weights"], facts["step"])
     assert facts["moments"] > 0
     assert 1 == plugin.notes[4][1]["step"]  # steps before the resume count
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers.trainer_utils import rotate_checkpoints
 
+from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
 from torchturbo.checkpoint.record import read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_flag, resume_problems
@@ -95,8 +96,10 @@ class CheckpointMixin:
                 group |= {name: group[name] * ratio for name in ("lr", "initial_lr") if name in group}
             self.lr_scheduler.base_lrs = [rate * ratio for rate in self.lr_scheduler.base_lrs]
             self.lr_scheduler._last_lr = [rate * ratio for rate in self.lr_scheduler.get_last_lr()]
-        if checkpoint is not None:
-            self.turbo.context.hooks.call("load_checkpoint", Path(checkpoint))
+        hooks = self.turbo.context.hooks
+        if checkpoint is not None and hooks.run is not None:
+            hooks.run.step = saved_step(Path(checkpoint))
+            hooks.call("load_checkpoint", Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._resuming = True

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from torchturbo.config.names import did_you_mean
+from torchturbo.config.names import did_you_mean, nearest
 from torchturbo.errors import BAD_INPUT, Problem, print_errors, shorten
+from torchturbo.generated.keys import FLAG_PREFIX
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,12 +22,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             options = [name for name in self._option_string_actions if name.startswith("--")]
             self._leave(
-                Problem(
-                    shorten(word),
-                    "",
-                    f"not an argument of `{self.prog}`",
-                    did_you_mean(word.partition("=")[0], options),
-                )
+                Problem(shorten(word), "", f"not an argument of `{self.prog}`", _nearest(word, options))
                 for word in [word for word in unknown if word.startswith("-")] or unknown  # not also their values
             )
         return namespace, unknown
@@ -47,3 +43,12 @@ class Parser(argparse.ArgumentParser):
             str(problem._replace(remedy=problem.remedy or f"see `{self.prog} --help`")) for problem in problems
         )
         sys.exit(BAD_INPUT)
+
+
+def _nearest(word: str, options: list[str]) -> str:
+    """Return the question for a misspelt option; what all of ours begin with makes none of them like another."""
+    name = word.partition("=")[0]
+    prefix = FLAG_PREFIX if name.startswith(FLAG_PREFIX) else "--" if name.startswith("--") else ""
+    by_stem = {option.removeprefix(prefix): option for option in options if option.startswith(prefix)}
+    found = nearest(name.removeprefix(prefix), by_stem)
+    return f"did you mean {by_stem[found[0]]}?" if found else ""

@@ -68,6 +68,7 @@ def _add_config_commands(commands: Commands, keys: list[Key], plugins: Key, help
     validate = _command(actions, "validate", "check configuration files; exit status 1 if one is wrong")
     _complete_files(validate.add_argument("files", metavar="FILE", nargs="+", help="YAML or JSON"))
     validate.add_argument("--format", choices=("text", "json", "github"), default="text", help="default: text")
+    _add_plugin(validate, plugins, "check the files as settings of a plugin; runs the plugin's code")
 
     init = _command(actions, "init", "write a commented configuration to start from")
     _complete_files(
@@ -79,9 +80,11 @@ def _add_config_commands(commands: Commands, keys: list[Key], plugins: Key, help
     schema = _command(actions, "schema", "print the JSON Schema that editors read")
     of_what = schema.add_mutually_exclusive_group()
     of_what.add_argument("--path", action="store_true", help="print the path of the installed file instead")
-    text = "print the schema of a plugin's settings file instead; runs the plugin's code"
-    plugin = of_what.add_argument(plugins.cli or "", dest="plugin", metavar=plugins.metavar, help=text)
-    _complete_files(plugin)
+    _add_plugin(of_what, plugins, "print the schema of a plugin's settings file instead; runs the plugin's code")
+
+
+def _add_plugin(place: argparse._ActionsContainer, plugins: Key, text: str) -> None:
+    _complete_files(place.add_argument(plugins.cli or "", dest="plugin", metavar=plugins.metavar, help=text))
 
 
 def _command(commands: Commands, name: str, text: str) -> Parser:

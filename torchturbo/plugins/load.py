@@ -84,8 +84,7 @@ def load_plugins(config: EngineConfig, framework: str) -> tuple[list[Plugin], li
             seen[identity] = given.text
             made, more = _activate(given, document, framework, config_is_read=not wrong)
             plugins += made
-            told = {problem.place for problem in wrong}  # a value that can't be read fits no schema either
-            wrong += [problem for problem in more if problem.place not in told]
+            wrong = _unlike(wrong, more)
         problems += wrong
     return plugins, problems + _equal_names(plugins)
 
@@ -129,6 +128,20 @@ def settings_schema(text: str) -> tuple[Mapping[str, Any] | None, list[Problem]]
         message = f"{names} has no settings_schema: settings are handed on as they are"
         return None, [Problem(given.target, "", message)]
     return None, choose(given.target, code.candidates, None)[1]
+
+
+def settings_problems(path: str, schema: Mapping[str, Any]) -> list[Problem]:
+    """Return what is wrong with a settings file; the schema is sound, as :func:`settings_schema` returns it."""
+    from torchturbo.plugins.schema import check
+
+    document, problems = read_settings(path)
+    return problems if document is None else _unlike(problems, check(document, schema)[1])
+
+
+def _unlike(problems: list[Problem], more: list[Problem]) -> list[Problem]:
+    """Return problems and those further ones that stand elsewhere: a value that can't be read fits no schema either."""
+    told = {problem.place for problem in problems}
+    return problems + [problem for problem in more if problem.place not in told]
 
 
 def plugin_facts(plugins: Iterable[Plugin]) -> dict[str, Any]:

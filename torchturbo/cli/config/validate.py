@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torchturbo.cli.terminal import GREEN, RED, YELLOW, paint
 from torchturbo.config.file import read_file
 from torchturbo.config.merge import merge
 from torchturbo.engine.pipeline import inactive_problems
-from torchturbo.errors import Problem, printable
+from torchturbo.errors import Problem, fail, printable
 
 
 class Finding(NamedTuple):
@@ -29,7 +30,8 @@ class Finding(NamedTuple):
 
 def run(options: argparse.Namespace) -> int:
     """Check each file on its own and return 1 if one has an error."""
-    findings = {file: _check(file) for file in dict.fromkeys(options.files)}
+    check = _check if options.plugin is None else _checker_of(options.plugin)
+    findings = {file: check(file) for file in dict.fromkeys(options.files)}
     flat = [finding for found in findings.values() for finding in found]
     if options.format == "json":
         print(json.dumps([finding._asdict() for finding in flat], indent=2))
@@ -50,6 +52,16 @@ def _check(file: str) -> list[Finding]:
         *(_finding(file, problem, "warning") for problem in inactive_problems(merged.changed)),
     ]
     return sorted(findings, key=lambda finding: (finding.line or 0, finding.column or 0))
+
+
+def _checker_of(plugin: str) -> Callable[[str], list[Finding]]:
+    """Return the check of a plugin's settings file; a plugin that says nothing of its settings is refused."""
+    from torchturbo.plugins.load import settings_problems, settings_schema
+
+    schema, problems = settings_schema(plugin)
+    if schema is None:
+        fail(problems)
+    return lambda file: [_finding(file, problem, "error") for problem in settings_problems(file, schema)]
 
 
 def _finding(file: str, problem: Problem, severity: str) -> Finding:
