@@ -21,7 +21,7 @@ class PureParser(Reader, Scanner, Parser):
     def __init__(self, text: str) -> None:
         self._tabs = "none"  # where a tab counts as a blank: none, gap (between tokens), plain (in plain text), all
         self._plain_line = self._plain_indent = 0
-        self._in_plain = False
+        self._in_plain = self._in_indicators = False
         Reader.__init__(self, text)
         Scanner.__init__(self)
         Parser.__init__(self)
@@ -40,6 +40,8 @@ class PureParser(Reader, Scanner, Parser):
         character: str = super().peek(index)
         if character == "?" and self._in_plain:
             return "a"  # libyaml ends no plain text of a flow collection there; only what kind it is counts here
+        if character == "#" and self._in_indicators:
+            return " "  # a comment may follow `|` and `>` at once
         return " " if character == "\t" and self._is_blank_tab() else character
 
     def _is_blank_tab(self) -> bool:
@@ -65,7 +67,10 @@ class PureParser(Reader, Scanner, Parser):
         return self._scan("all", super().scan_directive)
 
     def scan_block_scalar_indicators(self, start_mark: Any) -> Any:
-        return self._scan("all", super().scan_block_scalar_indicators, start_mark)
+        self._in_indicators = True
+        result = self._scan("all", super().scan_block_scalar_indicators, start_mark)
+        self._in_indicators = False
+        return result
 
     def scan_block_scalar_ignored_line(self, start_mark: Any) -> Any:
         return self._scan("all", super().scan_block_scalar_ignored_line, start_mark)
