@@ -13,6 +13,7 @@ from stand_ins import Device
 
 from torchturbo.ops import policy
 from torchturbo.ops.policy import AUTO, CUSTOM, Situation
+from torchturbo.ops.replace import innermost
 
 
 def situation(model: Any, device: str, dtype: str = "bfloat16", **rest: Any) -> Situation:
@@ -197,3 +198,38 @@ def test_a_whole_model_with_a_vendors_operators(
     policy.remove(model)
     assert owned == [dict(vars(module)) for module in model.modules()]
     assert all(kept == dict(vars(kind)) for kind, kept in classes.items())
+
+
+@pytest.mark.parametrize("device", ["npu", "cuda"])
+def test_results_have_the_native_format_and_odd_calls_go_to_native_code(
+    device: str, monkeypatch: pytest.MonkeyPatch, compilers: None
+) -> None:
+    """Under autocast heads are bf16 and weights and angles fp32: what comes out is what the next module expects."""
+    stand_ins.torch_npu(monkeypatch)
+    stand_ins.liger_kernel(monkeypatch)
+    for kind in ("qwen3", "gemma3_text"):
+        model = tiny.model(kind)
+        where = situation(model, device, "float32")
+        policy.install(policy.plan(where, AUTO), where)
+        attention = model.model.layers[0].self_attn
+        x = torch.randn(2, 5, 4, 8).bfloat16()
+        expected, found = type(attention.q_norm).forward(attention.q_norm, x), attention.q_norm(x)
+        assert expected.dtype == found.dtype
+        torch.testing.assert_close(expected, found, atol=2e-2, rtol=2e-2)
+
+    name = "apply_rotary_pos_emb"
+    native, fast = (innermost(forward).__globals__[name] for forward in (type(attention).forward, attention.forward))
+    assert native is not fast
+    q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 5, 8)
+    cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q.bfloat16(), k.bfloat16(), angles.cos(), angles.sin()), {}),
+        ((q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin()), {"unsqueeze_dim": 2}),
+        ((q[..., :4], k[..., :4], angles[..., :1].cos(), angles[..., :1].sin()), {}),
+        ((q[0], k[0], angles[0].cos(), angles[0].sin()), {"unsqueeze_dim": 0}),
+    ]
+    for arguments, words in cases[1:]:
+        for theirs, ours in zip(native(*arguments, **words), fast(*arguments, **words), strict=True):
+            assert torch.equal(theirs, ours)
+    arguments, _ = cases[0]
+    for theirs, ours in zip(native(*arguments), fast(*arguments), strict=True):
+        assert theirs.dtype == ours.dtype == torch.float32
