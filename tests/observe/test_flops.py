@@ -131,6 +131,17 @@ def test_a_frozen_model_computes_fewer_gradients() -> None:
     assert (head.inputs, head.weights) == (head.forward, 0)
 
 
+def test_gradients_flow_from_the_first_trained_weight_of_a_layer_on() -> None:
+    """What stands before it in the layer needs none; the MLP behind it does."""
+    model = build("llama")
+    model.requires_grad_(False)
+    model.model.layers[1].self_attn.o_proj.requires_grad_(True)
+
+    flops = count(model)
+    assert close(counted(lambda: step(model))) == flops.model(B * T, B * T * T)
+    assert flops.parts[1].inputs == 3 * 32 * 48
+
+
 def test_a_frozen_head_has_no_gradient_of_its_weight() -> None:
     """Its input has one."""
     model = build("llama")

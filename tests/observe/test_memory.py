@@ -12,6 +12,7 @@ import tiny
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
 from torchturbo.observe.memory import MemorySnapshot, size
@@ -128,6 +129,20 @@ def test_checkpointing_keeps_fewer_activations_and_recomputes_them_as_such() -> 
 
     assert checkpointed["forward"] < plain["forward"] / 2
     assert 0 < checkpointed["backward"] < plain["backward"]
+
+
+def test_what_is_recomputed_in_backward_is_activations() -> None:
+    """It is what forward made, once more; a gradient of an activation is not."""
+    model = TwoLayers()
+    tracker = TensorTracker(model)
+    batch = torch.randn(ROWS, IN)
+    with tracker:
+        checkpoint(model, batch, use_reentrant=False).sum().backward()
+    summary = summarised(tracker, 500)
+    assert summary is not None
+
+    assert near(2 * ROWS * OUT * FLOAT) == at_most(summary, "activations", phase="backward")
+    assert at_most(summary, "other", phase="backward") >= ROWS * OUT * FLOAT
 
 
 def activations(checkpointing: bool) -> dict[str, int]:

@@ -105,6 +105,19 @@ def test_a_run_that_ends_inside_the_second_step(material: Path, tmp_path: Path, 
     assert len(traces(tmp_path / "again")) == 1
 
 
+def test_a_run_that_failed_has_other_news(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """Than that it had no second step."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ArithmeticError("stop")
+
+    with pytest.raises(ArithmeticError):
+        train(command(material, tmp_path / "out"), callbacks=[Stop()])
+
+    assert not any(line.startswith("no profile") for line in logged)
+
+
 def test_a_trace_that_cannot_be_written_is_no_lost_run(material: Path, tmp_path: Path, logged: list[str]) -> None:
     """A file stands where the folder should be."""
     out = tmp_path / "out"

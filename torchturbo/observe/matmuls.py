@@ -94,12 +94,13 @@ def _layer_part(
     # Reentrant checkpointing gives a trained layer inputs that require grad, since it would have no gradient otherwise.
     flows = below or any(weight.dim() < 2 for weight in trained) or (checkpointing == "reentrant" and bool(trained))
     inputs = weights = 0.0
-    attention_flows = False
+    attention_flows = flows  # whether a gradient is needed of queries, keys or values
     for product in products:
         inputs += product.cost * flows
         weights += product.cost * product.weight.requires_grad
         flows = flows or product.weight.requires_grad
-        if ATTENTION.fullmatch(product.name.split(".")[0]):
+        module, _, rest = product.name.partition(".")
+        if ATTENTION.fullmatch(module) and rest.partition(".")[0] not in OUTPUT:
             attention_flows = flows
     forward = sum(product.cost for product in products)
     again = _recomputed(layer, products, checkpointing) if flows else 0.0
