@@ -14,7 +14,7 @@ METHODS = {
     "sft freeze": {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
     "sft lora": {"finetuning_type": "lora", "lora_rank": 4, "learning_rate": 1e-2},
     "sft neat packing": {"neat_packing": True},
-    "sft packing": {"packing": True, "train_on_prompt": True},
+    "sft packing": {"packing": True},
     "sft accuracy": {"compute_accuracy": True, "val_size": 0.1},
     "sft blocks": {"finetuning_type": "freeze", "freeze_trainable_layers": 1, "use_llama_pro": True},
     "sft lora of other kinds": {
