@@ -40,13 +40,15 @@ def command(material: Path | str, output: Path | str, *words: str) -> list[str]:
     ]  # fmt: skip
 
 
-def trainer(folder: Path, plugins: Any = None, changes: dict[str, Any] | None = None, **given: Any) -> TurboTrainer:
+def trainer(
+    folder: Path, plugins: Any = None, changes: dict[str, Any] | None = None, kind: Any = TurboTrainer, **given: Any
+) -> Any:
     ids = torch.randint(3, 320, (8, 10), generator=torch.Generator().manual_seed(1)).tolist()
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "use_cpu": True, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
-    return TurboTrainer(
+    return kind(
         **{
             "model": tiny.model(),
             "args": TrainingArguments(str(folder), **(settings | (changes or {}))),
@@ -224,6 +226,87 @@ def test_an_error_in_a_loss_weight_is_named_too(tmp_path: Path) -> None:
 
     with pytest.raises(PluginError, match="plugin Weighed: loss_weight: KeyError: 'nothing'"):
         trainer(tmp_path, [Weighed()]).train()
+
+
+class Constant(Plugin):
+    """Its loss term is whatever the test says."""
+
+    term: Any = None
+
+    def loss_term(self, outputs: Any, batch: Any, run: Any) -> Any:
+        return self.term
+
+
+@pytest.mark.parametrize(
+    ("term", "found"),
+    [
+        (0.5, "float 0.5"),
+        (torch.ones(2, 3), r"a tensor \[2, 3\]"),
+        (torch.ones(1), r"a tensor \[1\]"),
+        ("x" * 100, "str 'x"),
+    ],
+)
+def test_a_loss_term_that_is_no_scalar_is_named(term: Any, found: str, tmp_path: Path) -> None:
+    """torch's own error would come from backward and name no plugin."""
+    plugin = Constant()
+    plugin.term = term
+    message = f"plugin Constant: loss_term: expected a scalar tensor or None, got {found}"
+    with pytest.raises(PluginError, match=message):
+        trainer(tmp_path, [plugin]).train()
+
+
+def test_a_plugin_that_exits_is_an_error_too(tmp_path: Path) -> None:
+    """The program would otherwise end with its status and without a word."""
+
+    class Leaving(Plugin):
+        def step_end(self, run: Any) -> None:
+            raise SystemExit(0)
+
+    with pytest.raises(PluginError, match="plugin Leaving: step_end: SystemExit: 0"):
+        trainer(tmp_path, [Leaving()]).train()
+
+
+def test_a_loss_that_takes_no_term_is_refused(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Label smoothing and a loss function of one's own are computed past the model's loss, where terms are added."""
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, [Constant()], {"label_smoothing_factor": 0.1})
+    assert ["plugin Constant: label smoothing takes no loss term; leave one of them out"] == [
+        str(problem._replace(place="")) for problem in caught.value.problems
+    ]
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, [Constant()], compute_loss_func=lambda *args, **more: None)
+    assert "plugin Constant: a loss function of your own takes no loss term" in str(caught.value)
+    trainer(tmp_path, [Plugin()], {"label_smoothing_factor": 0.1})  # a plugin without a term is fine
+
+    path = tmp_path / "term.py"
+    path.write_text(TERM)
+    with pytest.raises(ConfigError):
+        train(command(material, tmp_path / "out", "--label_smoothing_factor", "0.1", "--tt_plugin", str(path)))
+    assert "--label_smoothing_factor: plugin Weighted: label smoothing takes no loss term" in capsys.readouterr().err
+
+
+class OwnLoss(TurboTrainer):
+    """Computes its loss from the logits, as many subclasses of Trainer do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_trainer_whose_loss_passes_the_terms_by_is_warned_of(tmp_path: Path, logged: list[str]) -> None:
+    """It cannot be seen before the loss was computed once; then it is said once."""
+    plugin = Constant()
+    plugin.term = torch.ones(())
+    trainer(tmp_path, [plugin], kind=OwnLoss).train()
+
+    warned = [line for line in logged if "loss terms have no effect" in line]
+    assert ["loss terms have no effect (Constant): the trainer computes its loss past the model's"] == warned
+    logged.clear()
+    trainer(tmp_path, [plugin]).train()
+    assert not [line for line in logged if "no effect" in line]
 
 
 class Interrupt(TrainerCallback):  # type: ignore[misc]

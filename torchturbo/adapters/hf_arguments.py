@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchturbo.engine.hooks import Hooks, name_of
 from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig, FrameworkValue
+    from torchturbo.plugins.contract import Plugin
 
 PRECISION = "mixed_precision"
 DETERMINISM = "use_deterministic_algorithms"
@@ -78,14 +80,32 @@ def framework_values(said: Mapping[str, Any], *, typed: bool = False) -> list[Fr
 
 def loss_clash(config: EngineConfig, smoothing: float, own_loss: Any = None, *, typed: bool = False) -> Problem | None:
     """Return a problem where chunks are asked for and the loss is made outside the model, of logits in one piece."""
-    if not config.loss_chunk.enabled or not (smoothing or own_loss):
+    outside = _loss_outside(smoothing, own_loss, typed)
+    if not config.loss_chunk.enabled or outside is None:
         return None
-    where, what = ("Trainer(compute_loss_func)", "a loss function of your own")
-    if smoothing:
-        where, what = place("label_smoothing_factor", typed), "label smoothing"
     asked = config.origin(CHUNKED).place
-    message = f"{what} needs the logits in one piece, and {asked or CHUNKED} asks for chunks"
-    return Problem(where, CHUNKED, message, "leave one of them out")
+    message = f"{outside[1]} needs the logits in one piece, and {asked or CHUNKED} asks for chunks"
+    return Problem(outside[0], CHUNKED, message, "leave one of them out")
+
+
+def term_clashes(
+    plugins: Sequence[Plugin], smoothing: float, own_loss: Any = None, *, typed: bool = False
+) -> list[Problem]:
+    """Return a problem for each plugin with a loss term where the loss is made outside the model, and takes none."""
+    outside = _loss_outside(smoothing, own_loss, typed)
+    if outside is None:
+        return []
+    return [
+        Problem(outside[0], f"plugin {name_of(plugin)}", f"{outside[1]} takes no loss term", "leave one of them out")
+        for plugin in Hooks(None, plugins).overriding("loss_term")
+    ]
+
+
+def _loss_outside(smoothing: float, own_loss: Any, typed: bool) -> tuple[str, str] | None:
+    """Return who computes the loss instead of the model: the place where that was asked for, and in words."""
+    if smoothing:
+        return place("label_smoothing_factor", typed), "label smoothing"
+    return ("Trainer(compute_loss_func)", "a loss function of your own") if own_loss else None
 
 
 def clashes(said: Mapping[str, Any], *, typed: bool = False) -> list[Problem]:

@@ -18,7 +18,15 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes, framework_values, loss_clash, place, said_values, taken_over
+from torchturbo.adapters.hf_arguments import (
+    clashes,
+    framework_values,
+    loss_clash,
+    place,
+    said_values,
+    taken_over,
+    term_clashes,
+)
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
@@ -137,6 +145,7 @@ class TurboMixin(CheckpointMixin):
         problems += wrong
         if clash := loss_clash(config, args.label_smoothing_factor):
             problems.append(clash)
+        problems += term_clashes(hooks.plugins, args.label_smoothing_factor)
         if self.model is not None:
             problems += engine.problems(self.model)
         if problems or isinstance(plan, Problem):
@@ -192,8 +201,10 @@ class TurboMixin(CheckpointMixin):
         """Leave the scaling of losses to one owner: the normaliser, or Trainer where the user brought an own loss."""
         context = self.turbo.context
         if self.compute_loss_func is not None or self.label_smoother is not None:
-            if clash := loss_clash(self.turbo.config, 0, self.compute_loss_func):
-                fail([clash])
+            clash = loss_clash(self.turbo.config, 0, self.compute_loss_func)
+            terms = term_clashes(context.hooks.plugins, 0, self.compute_loss_func)
+            if problems := [*([clash] if clash else []), *terms]:
+                fail(problems)
             context.normaliser = None
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
         self._plain_loss = owners[:2] == [TurboMixin, Trainer]

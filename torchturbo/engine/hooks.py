@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchturbo.errors import ConfigError
 from torchturbo.logging import get_logger
 from torchturbo.plugins.contract import Plugin
 
@@ -55,7 +56,9 @@ class Hooks:
         """Call a hook of one plugin and return what it returned; see :meth:`call`."""
         try:
             return getattr(plugin, hook)(*args, self.run)
-        except Exception as error:
+        except ConfigError:  # a SystemExit too, and printed already
+            raise
+        except (Exception, SystemExit) as error:  # a plugin's sys.exit() would end the run without a word
             raise PluginError(f"plugin {name_of(plugin)}: {hook}: {type(error).__name__}: {error}") from error
 
     def overriding(self, hook: str) -> list[Plugin]:

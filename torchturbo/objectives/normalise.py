@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchturbo.logging import get_logger
+
+log = get_logger(__name__)
+
 IGNORE_INDEX = -100
 
 
@@ -119,6 +123,7 @@ class Normaliser:
         self.terms: list[Term] = []
         self._weights: dict[str, Tensor] = {}  # each weighted term's denominator in this window
         self._logged: dict[str, Tensor] = {}  # each term's scaled values since the last log
+        self._terms_met = False  # whether a loss has come by that they could be added to
         self.evaluation: TokenMean | None = None
         """Sums up the evaluation under way."""
         self._active = False
@@ -229,6 +234,7 @@ class Normaliser:
         # The model's auxiliary loss is a mean, not a sum over tokens.
         total = main + self.mean_term(loss - main) if added else main
         if module.training:
+            self._terms_met = True
             for term in self.terms:
                 total = self._with_term(total, term, output, batch)
         if total is main:
@@ -253,6 +259,10 @@ class Normaliser:
         """Return each term's mean over the last optimizer steps, and begin anew. A collective where there are terms."""
         if not self.terms:
             return {}
+        if not self._terms_met:
+            self._terms_met = True
+            names = ", ".join(term.name for term in self.terms)
+            log.warning_rank0("loss terms have no effect (%s): the trainer computes its loss past the model's", names)
         sums = torch.stack([torch.as_tensor(self._logged.get(term.name, 0.0)).to(device) for term in self.terms])
         self._logged = {}
         if self.ranks > 1:

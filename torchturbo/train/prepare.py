@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes, loss_clash, taken_over
+from torchturbo.adapters.hf_arguments import clashes, loss_clash, taken_over, term_clashes
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import put_back
@@ -167,7 +167,7 @@ def _check(
         if problem is not None:
             problems.append(problem)
     plugins, wrong = load_plugins(config, TurboTrainer.turbo_framework)
-    problems += wrong
+    problems += wrong + term_clashes(plugins, training.label_smoothing_factor, typed=True)
     if problems or isinstance(plan, Problem):
         raise ConfigError(problems)
     job = Job(config, model, data, training, runtime, plan, files=files, resume=resume, plugins=plugins)

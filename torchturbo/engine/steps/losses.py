@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from torchturbo.engine.hooks import Hooks, name_of
+from torchturbo.engine.hooks import Hooks, PluginError, name_of
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import KEYS
@@ -65,13 +65,21 @@ def term_of(plugin: Plugin, hooks: Hooks) -> Term:
     """Return a plugin's loss term as the normaliser takes it."""
 
     def value(outputs: Any, batch: Mapping[str, Any]) -> Any:
-        return hooks.call_one(plugin, "loss_term", outputs, batch)
+        return _scalar(hooks.call_one(plugin, "loss_term", outputs, batch), plugin, "loss_term")
 
     def weight(batch: Mapping[str, Any]) -> Any:
-        return hooks.call_one(plugin, "loss_weight", batch)
+        return _scalar(hooks.call_one(plugin, "loss_weight", batch), plugin, "loss_weight")
 
     weighted = plugin in hooks.overriding("loss_weight")
     return Term(name_of(plugin), value, weight if weighted else None)
+
+
+def _scalar(found: Any, plugin: Plugin, hook: str) -> Any:
+    """Return what a hook of the loss returned; the engine's own errors about anything else would not name the plugin."""
+    if found is None or (isinstance(found, Tensor) and not found.shape):
+        return found
+    what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"{type(found).__name__} {found!r:.60}"
+    raise PluginError(f"plugin {name_of(plugin)}: {hook}: expected a scalar tensor or None, got {what}")
 
 
 def computes_causal_cross_entropy(base: nn.Module) -> bool:
