@@ -140,7 +140,7 @@ def test_the_consumer_does_what_the_key_says(copy):
 import torch
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import build_from_args
-from torchturbo.engine.engine import Context
+from torchturbo.engine.context import Context
 from torchturbo.engine.pipeline import STEPS
 config = build_from_args(parse_torchturbo_args(["{FLAG}", "medium"])[0])
 STEPS[0].load()(torch.nn.Linear(2, 2), config, Context())

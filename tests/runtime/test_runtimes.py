@@ -20,7 +20,7 @@ import torch
 from torchturbo.observe.peaks import CARDS
 from torchturbo.runtime import Memory, Runtime, current_runtime
 from torchturbo.runtime import cpu as cpu_module
-from torchturbo.runtime.base import RUNTIMES
+from torchturbo.runtime.choice import RUNTIMES
 from torchturbo.runtime.cpu import CpuRuntime
 from torchturbo.runtime.cuda import CudaRuntime
 from torchturbo.runtime.npu import NpuRuntime

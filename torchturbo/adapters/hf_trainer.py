@@ -32,7 +32,8 @@ from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.config import merge_args
-from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.context import Context
+from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from torchturbo.engine import pipeline
-from torchturbo.engine.hooks import Hooks
+from torchturbo.engine.context import Context
 from torchturbo.engine.model import set_cache
 from torchturbo.engine.steps.activation_checkpointing import disable as disable_checkpointing
 from torchturbo.engine.steps.ops import remove as restore_operators
-from torchturbo.runtime import Runtime, current_runtime
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,24 +21,6 @@ if TYPE_CHECKING:
 
     from torchturbo.engine.config import EngineConfig
     from torchturbo.errors import Problem
-    from torchturbo.objectives.normalise import Normaliser
-
-
-@dataclass
-class Context:
-    """What the steps know about this process, and what they leave for the loop."""
-
-    runtime: Runtime = field(default_factory=current_runtime)
-    world_size: int = 1
-    rank: int = 0
-    autocast_dtype: torch.dtype | None = None
-    """Number format of the forward pass; None computes in the parameters' own."""
-    normaliser: Normaliser | None = None
-    """Scales the model's losses; None where the framework's own scaling holds."""
-    partly_used: bool = False
-    """Whether a batch can leave trained parameters without a gradient, as one without images does a vision tower's."""
-    hooks: Hooks = field(default_factory=Hooks)
-    """The run's plugins and observers."""
 
 
 class Engine:

@@ -11,10 +11,6 @@ from torchturbo.logging import get_logger
 from torchturbo.plugins.contract import Plugin
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from torchturbo.engine.config import EngineConfig
-    from torchturbo.engine.engine import Context
     from torchturbo.plugins.contract import Run
 
 log = get_logger(__name__)
@@ -105,19 +101,3 @@ class Hooks:
 def name_of(plugin: Plugin) -> str:
     """Return how messages call a plugin."""
     return plugin.name or type(plugin).__name__
-
-
-def model_built(model: nn.Module, config: EngineConfig, context: Context) -> None:
-    """Step: plugins see the model as it was loaded."""
-    _tell("model_built", model, context)
-
-
-def before_shard(model: nn.Module, config: EngineConfig, context: Context) -> None:
-    """Step: plugins see the model while its parameters are whole."""
-    _tell("before_shard", model, context)
-
-
-def _tell(hook: str, model: nn.Module, context: Context) -> None:
-    if context.hooks.run is not None:
-        context.hooks.run.model = model
-        context.hooks.call(hook, model)

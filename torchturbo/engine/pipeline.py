@@ -43,7 +43,7 @@ def _imported(name: str) -> Any:
 
 
 STEPS: tuple[Step, ...] = (
-    Step("plugins: model built", "torchturbo.engine.hooks:model_built"),
+    Step("plugins: model built", "torchturbo.engine.steps.plugins:model_built"),
     Step("determinism", "torchturbo.engine.steps.determinism:apply", ("use_deterministic_algorithms",)),
     Step(
         "freeze",
@@ -64,7 +64,7 @@ STEPS: tuple[Step, ...] = (
         "torchturbo.engine.steps.activation_checkpointing:apply",
         ("activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"),
     ),
-    Step("plugins: before shard", "torchturbo.engine.hooks:before_shard"),
+    Step("plugins: before shard", "torchturbo.engine.steps.plugins:before_shard"),
 )
 """What is done to a model, in this order."""
 

@@ -1,9 +1,8 @@
-"""The protocol every device runtime keeps, and the choice of the one this process runs on."""
+"""The protocol every device runtime keeps."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -110,19 +109,3 @@ class Runtime(Protocol):
     def profiler(self) -> Profiler:
         """Return a new profiler of all activities, not started."""
         ...
-
-
-RUNTIMES = ("torchturbo.runtime.cuda", "torchturbo.runtime.npu", "torchturbo.runtime.cpu")
-"""Modules that hold a ``RUNTIME``, the first available one wins; the CPU is always there."""
-
-
-def current_runtime(*, use_cpu: bool = False) -> Runtime:
-    """Return the runtime of this process: an accelerator where there is one, unless the CPU is asked for."""
-    if not use_cpu:
-        for name in RUNTIMES:
-            runtime: Runtime = import_module(name).RUNTIME
-            if runtime.available():
-                return runtime
-    from torchturbo.runtime.cpu import RUNTIME
-
-    return RUNTIME

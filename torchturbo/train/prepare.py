@@ -17,7 +17,8 @@ from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
 from torchturbo.checkpoint.resume import allowed_changes, find_checkpoint, resume_flag, resume_problems
 from torchturbo.engine.config import EngineConfig
-from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.context import Context
+from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger

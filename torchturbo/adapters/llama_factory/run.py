@@ -18,7 +18,8 @@ from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.resume import checkpoints, find_checkpoint
-from torchturbo.engine.engine import Context, Engine
+from torchturbo.engine.context import Context
+from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem, fail

@@ -15,7 +15,7 @@ from torchturbo.logging import get_logger
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
-    from torchturbo.engine.engine import Context
+    from torchturbo.engine.context import Context
 
 KEY = "activation_checkpointing.enabled"
 log = get_logger(__name__)

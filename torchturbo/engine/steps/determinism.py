@@ -12,7 +12,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
-    from torchturbo.engine.engine import Context
+    from torchturbo.engine.context import Context
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:

@@ -16,7 +16,7 @@ from torchturbo.logging import get_logger
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
-    from torchturbo.engine.engine import Context
+    from torchturbo.engine.context import Context
 
 SECTION = "freeze_policy"
 SHOWN_NAMES = 3

@@ -18,7 +18,7 @@ from torchturbo.objectives.normalise import Normaliser, Term, own_loss_function
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
-    from torchturbo.engine.engine import Context
+    from torchturbo.engine.context import Context
     from torchturbo.plugins.contract import Plugin
 
 CHUNKED, CHUNK_SIZE = "loss_chunk.enabled", "loss_chunk.chunk_size"

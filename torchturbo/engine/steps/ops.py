@@ -14,7 +14,7 @@ from torchturbo.ops.registry import NATIVE
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
-    from torchturbo.engine.engine import Context
+    from torchturbo.engine.context import Context
 
 KEY = "ops.policy"
 log = get_logger(__name__)
