@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_eager_that_somebody_chose_stays_under_auto() -> None:
     assert ("sdpa", "grouped_mm") == (insisted["attention"], insisted["grouped_mm"])
     where = situation(model, "cpu", "float32")
     assert "sdpa: the model was given eager" in policy.table(policy.plan(where, AUTO), where, AUTO)
+
+
+def test_a_part_that_only_knows_eager_says_nothing_about_the_rest() -> None:
+    """A vision tower comes before the language model, which has sdpa."""
+    model = tiny.model()
+    first = model.model.layers[0].self_attn
+    first.config = copy.deepcopy(first.config)
+    first.config._attn_implementation_internal = "eager"
+
+    assert OWN == names(model, "cpu", CUSTOM, "float32")["attention"]
 
 
 def test_another_implementation_that_somebody_chose_stays() -> None:

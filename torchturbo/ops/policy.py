@@ -88,7 +88,8 @@ def _own(op: str, sites: Sequence[Site], situation: Situation) -> tuple[str, boo
     name = {"attention": "_attn_implementation", "grouped_mm": "_experts_implementation"}.get(op)
     if name is None:
         return "", True
-    own = str(getattr(sites[0].module.config, name) or "eager")
+    names = [str(getattr(site.module.config, name) or "eager") for site in sites]
+    own = next((name for name in names if name != "eager"), "eager")  # a part of a model may know the plain one alone
     if op == "grouped_mm" and own == "grouped_mm" and situation.dtype != "float32":
         return "", True  # Transformers' function multiplies outside autocast: ours is another one
     return own, own == "eager"
