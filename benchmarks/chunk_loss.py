@@ -234,6 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed")
     parser.add_argument("--json", action="store_true", help="print every figure")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="measure these beside plain and our own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8192)
@@ -247,7 +248,7 @@ def main() -> int:
     if given.memory_of:
         print(take_memory_step(given.memory_of, shape))
         return 0
-    names = list(VARIANTS)
+    names = [name for name in VARIANTS if given.only is None or name in (PLAIN, FORWARD, RECOMPUTE, *given.only)]
     share = memory(names, shape, given.threads)
     cpu, wall = times(names, shape, given.rounds)
     missed = report(shape, cpu, wall, share)
