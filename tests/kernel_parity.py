@@ -90,6 +90,9 @@ def check_rotary(module: Any, device: str = "cpu") -> None:
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
 
     compare(module.rotary, find.rotary, oracle_rotary, (q, k, cos, sin), 2, 1e-6)
+    before = q.clone(), k.clone()
+    module.rotary(q, k, cos, sin)
+    assert all(map(torch.equal, before, (q, k))), "what came before may have kept its output for backward"
 
 
 def check_gated(module: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
