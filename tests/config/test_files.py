@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from launching import launch, python
 
+from torchturbo.config.file import read_file
 from torchturbo.engine.config import load_config
 from torchturbo.engine.dump import to_json, to_yaml
 from torchturbo.errors import ConfigError
@@ -270,3 +271,14 @@ def test_every_section_takes_null_and_nothing_else_but_keys(section: str) -> Non
         for parent in reversed(parents):
             file = f"{parent}: {{{file}}}"
         assert wrong is bool(launch(file=file).errors), file
+
+
+def test_a_wrong_file_gets_a_hundred_problems_and_an_end() -> None:
+    """A file of ten thousand unknown keys is the wrong file; nobody reads ten thousand lines."""
+    Path("t.yaml").write_text("gbs: 8\n" + "".join(f"key{i}: {i}\n" for i in range(10_000)), encoding="utf-8")
+    reading = read_file("t.yaml")
+    assert 101 == len(reading.problems)
+    assert "t.yaml:101:1: 100 problems up to here; the rest is not read; is it the right file?" == str(
+        reading.problems[-1]
+    )
+    assert 8 == reading.settings["gbs"].value
