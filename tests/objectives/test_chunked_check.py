@@ -84,6 +84,16 @@ class PastTheHead(LlamaForCausalLM):  # type: ignore[misc]
         return {"loss": self.loss_function(logits, labels, 320), "logits": logits}
 
 
+class MaskedLogits(LlamaForCausalLM):  # type: ignore[misc]
+    """Drops the positions that the mask hides, when there is a mask."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
+        if attention_mask is not None:
+            logits, labels = logits[attention_mask != 0], labels[attention_mask != 0]
+        return {"loss": self.loss_function(logits, labels, 320), "logits": logits}
+
+
 class Broken(LlamaForCausalLM):  # type: ignore[misc]
     """Needs more than a stand-in has."""
 
@@ -113,6 +123,7 @@ def headless(model: Any) -> Any:
 REFUSED = {
     "a head of two layers": (lambda: llama(OwnHead), "the head of OwnHead is a Sequential, expected a linear layer"),
     "unknown logits": (lambda: llama(OwnLogits), r"OwnLogits does something to its logits .* in chunks: logsumexp\(\)"),
+    "masked logits": (lambda: llama(MaskedLogits), r"MaskedLogits does something .* in chunks: __getitem__\(\)"),
     "past the head": (lambda: llama(PastTheHead), "PastTheHead does not compute its loss from its head's logits"),
     "own loss": (lambda: own_loss(llama()), "LlamaForCausalLM uses the loss <lambda>, expected .* ForCausalLMLoss"),
     "broken": (lambda: llama(Broken), "what Broken does after its backbone could not be followed: AttributeError"),
