@@ -187,7 +187,9 @@ def fused(shape: str, rows: int, length: int, rounds: int, threads: int) -> dict
         ops = FUSED if op == ALL else (op,)
         seconds = pairs(bench, nullcontext, lambda ops=ops: bench.with_ops(ops), rounds)
         base, ratio = row(op, seconds)
-        if compiling:
+        if compiling and op != ALL:
+            print(" | |", end="")
+        elif compiling:
             extra = first_step(shape, op, rows, length, threads)
             repaid = f"{extra / (base * (1 - ratio)):.0f}" if ratio < 1 else "never"
             print(f" {extra:.0f} | {repaid} |", end="")
@@ -225,13 +227,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--shape", choices=[*SHAPES], help="one of them alone")
+    parser.add_argument("--shape", choices=[*SHAPES], action="append", help="one of them alone; repeatable")
     parser.add_argument("--json", action="store_true", help="print every figure")
     parser.add_argument("--first-step-of", choices=[*FUSED, ALL], help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.first_step_of:
-        print(take_first_step(given.shape, given.first_step_of, given.rows, given.length))
+        print(take_first_step(given.shape[0], given.first_step_of, given.rows, given.length))
         return
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, CPython {platform.python_version()}, ",
@@ -239,7 +241,7 @@ def main() -> None:
     )
     print(f"{current_runtime().device_name()}, {given.rounds} pairs")
     figures: dict[str, Any] = {}
-    for shape in [given.shape] if given.shape else SHAPES:
+    for shape in given.shape or SHAPES:
         if shape == "experts":
             figures[shape] = experts(given.rows, given.length, given.rounds)
         else:

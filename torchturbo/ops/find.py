@@ -103,7 +103,7 @@ def _global_names(kind: type) -> frozenset[str]:
 def _tried(probe: Probe, module: nn.Module) -> Mapping[str, Any] | str:
     """Run a probe without leaving a trace in the random state; what it can't compute is not what it looks like."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every accelerator, too
         try:
             return probe(module)
         except Exception as error:

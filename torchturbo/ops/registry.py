@@ -114,7 +114,7 @@ NPU = "pip install torch_npu (the release of your torch and CANN: https://gitee.
 COMPILER = "apt-get install g++ python3-dev (or your system's names for them)"
 BOTH = ("float32", "bfloat16")
 ALL = ("cpu", "cuda", "npu")
-SLOW_START = "held back on a CPU: compiling takes longer than it saves in a short run"
+NO_GAIN = "held back on a CPU: it takes long to compile and no gain was measured"
 
 
 def _liger(op: str, function: str, offers: tuple[str, ...]) -> Implementation:
@@ -131,9 +131,7 @@ def _npu(op: str, offers: tuple[str, ...], dtypes: tuple[str, ...] = BOTH) -> Im
 def _compiled(op: str) -> Implementation:
     """Return a row of torch.compile's fused CPU kernels."""
     install = f"torchturbo.ops.compiled:{op}"
-    return Implementation(
-        op, "torch.compile", ("cpu",), BOTH, install, command=COMPILER, tool=CPP, held_back=SLOW_START
-    )
+    return Implementation(op, "torch.compile", ("cpu",), BOTH, install, command=COMPILER, tool=CPP, held_back=NO_GAIN)
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
