@@ -16,7 +16,6 @@ import torch
 
 from torchturbo.adapters.base import environment_clashes
 from torchturbo.adapters.hf_arguments import Unsaved
-from torchturbo.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 CANARY = "canary-5f0c"
@@ -87,10 +86,9 @@ COMMAND_LINES: dict[str, tuple[list[str], int]] = {
     "train": ([*MODULE, *train_words()], 0),
     "train, refused": ([*MODULE, *train_words("--tt_gbs", "x", "--learning_rate", "-1")], 2),
     "train, failing": (["broken.py", *train_words("--output_dir", "failed")], 1),
+    "doctor": ([*MODULE, "doctor"], 0),
     "quickstart, refused": ([*MODULE, "quickstart", "--steps", "0"], 2),
 }  # fmt: skip
-if "doctor" in COMMANDS:
-    COMMAND_LINES["doctor"] = ([*MODULE, "doctor"], 0)
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
