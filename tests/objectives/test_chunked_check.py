@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    ElectraConfig,
+    ElectraForCausalLM,
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
@@ -38,6 +40,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 4, "pad_token_id": 0,
 }  # fmt: skip
 
+ELECTRA = {"is_decoder": True, "embedding_size": 32}
 FAMILIES = [
     *("apertus", "arcee", "bloom", "codegen", "cohere", "cohere2", "deepseek_v3", "falcon", "gemma", "gemma2", "glm4"),
     *("gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "mpt", "olmo2", "olmoe"),
@@ -145,11 +148,15 @@ def test_what_can_not_be_chunked_is_said(make: Any, told: str) -> None:
     assert re.search(told, found), found
 
 
-def test_a_layer_between_backbone_and_head_is_no_obstacle() -> None:
-    """BERT's head has a transformation of its own before the last layer."""
-    settings = SMALL | {"is_decoder": True}
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(BertLMHeadModel, BertConfig(**SMALL, is_decoder=True)), (ElectraForCausalLM, ElectraConfig(**SMALL, **ELECTRA))],
+    ids=["in the head's own module", "beside it"],
+)
+def test_a_layer_between_backbone_and_head_is_no_obstacle(kind: Any, config: Any) -> None:
+    """It gets hidden states, so it is run and not replaced as the backbone is."""
     with torch.device("meta"):
-        model = BertLMHeadModel(BertConfig(**settings))
+        model = kind(config)
 
     assert obstacle(model) is None
 
