@@ -93,7 +93,7 @@ class TurboMixin(CheckpointMixin):
                 self.turbo.context.hooks.give_up(error)
             raise
         self._settle_loss_owner()
-        self.add_callback(_StepEnd(self.turbo.context.hooks))
+        self.add_callback(_Places(self))
 
     # Trainer's constructor calls this first, with `self.args` and `self.model` set and nothing derived from them yet.
     # It is the one place that any subclass passes, whatever arguments its own constructor has.
@@ -315,20 +315,25 @@ class TurboMixin(CheckpointMixin):
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class _StepEnd(TrainerCallback):  # type: ignore[misc]
-    """Calls the plugins at the end of an optimizer step; Trainer has no method of its own there."""
+class _Places(TrainerCallback):  # type: ignore[misc]
+    """The places of the loop for which Trainer has no method: where it begins, and the end of an optimizer step."""
 
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
+    def __init__(self, trainer: TurboMixin) -> None:
+        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.hooks.run is not None:
-            self.hooks.run.step = state.global_step
+        context = self.trainer.turbo.context
+        self.trainer._logged_step = state.global_step
+        if context.normaliser is not None:
+            context.normaliser.forget_terms()
+        if context.hooks.run is not None:
+            context.hooks.run.step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.hooks.run is not None:
-            self.hooks.run.step = state.global_step
-            self.hooks.call("step_end")
+        hooks = self.trainer.turbo.context.hooks
+        if hooks.run is not None:
+            hooks.run.step = state.global_step
+            hooks.call("step_end")
 
 
 @functools.cache

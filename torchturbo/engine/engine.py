@@ -11,8 +11,6 @@ import torch
 from torchturbo.engine import pipeline
 from torchturbo.engine.context import Context
 from torchturbo.engine.model import set_cache
-from torchturbo.engine.steps.activation_checkpointing import disable as disable_checkpointing
-from torchturbo.engine.steps.ops import remove as restore_operators
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -32,15 +30,20 @@ class Engine:
         self._use_cache: bool | None = None
 
     def problems(self, model: nn.Module) -> list[Problem]:
-        """Return what the steps find wrong with a model; its weights may be on the meta device still."""
+        """Return what the steps find wrong with a model; its weights may be on the meta device still.
+
+        What an earlier engine put into the model is taken out first: it is no part of what the steps look at.
+        """
+        pipeline.undo(model)
         return pipeline.problems(model, self.config, self.context)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Run the pipeline's steps on a model, in place.
+        """Run the pipeline's steps on a model, in place, after those of an earlier engine are undone.
 
         Training goes without a key-value cache: nothing reads it, recomputation would fill it twice, and with it
         Transformers does not look for document boundaries in packed rows.
         """
+        pipeline.undo(model)
         self._use_cache = set_cache(model, False)
         pipeline.apply(model, self.config, self.context)
         return model
@@ -55,10 +58,9 @@ class Engine:
             set_cache(model, False)
 
     def release(self, model: nn.Module) -> nn.Module:
-        """Make a trained model ready for use, in place: its own cache and operators, without checkpointing."""
+        """Make a trained model ready for use, in place: as its class wrote it, with the weights that were trained."""
         set_cache(model, self._use_cache)
-        disable_checkpointing(model)
-        restore_operators(model)
+        pipeline.undo(model)
         return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -65,8 +65,10 @@ class Hooks:
     def aside(self) -> Iterator[None]:
         """Tell the plugins that the loop leaves training for this block."""
         self.call("paused")
-        yield
-        self.call("resumed")
+        try:
+            yield
+        finally:  # whoever catches an error of an evaluation goes on training
+            self.call("resumed")
 
     @contextmanager
     def ending(self) -> Iterator[None]:

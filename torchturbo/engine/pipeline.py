@@ -31,6 +31,8 @@ class Step(NamedTuple):
     """Dotted paths of the configuration keys it reads (runtime inputs by their bare name)."""
     check: str = ""
     """Function of the same arguments that returns problems and looks at no weight: it also gets a model on meta."""
+    undo: str = ""
+    """Function ``(model)`` that takes out of a model what the step put in; one it did nothing to it leaves alone."""
 
     def load(self) -> Any:
         """Import and return the function."""
@@ -50,19 +52,28 @@ STEPS: tuple[Step, ...] = (
         "torchturbo.engine.steps.freeze:apply",
         ("freeze_policy.vision_tower", "freeze_policy.multi_modal_projector", "freeze_policy.language_model"),
         check="torchturbo.engine.steps.freeze:check",
+        undo="torchturbo.engine.steps.freeze:undo",
     ),
     Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
-    Step("ops", "torchturbo.engine.steps.ops:apply", ("ops.policy",), check="torchturbo.engine.steps.ops:check"),
+    Step(
+        "ops",
+        "torchturbo.engine.steps.ops:apply",
+        ("ops.policy",),
+        check="torchturbo.engine.steps.ops:check",
+        undo="torchturbo.engine.steps.ops:undo",
+    ),
     Step(
         "losses",
         "torchturbo.engine.steps.losses:apply",
         ("loss_chunk.enabled", "loss_chunk.chunk_size"),
         check="torchturbo.engine.steps.losses:check",
+        undo="torchturbo.engine.steps.losses:undo",
     ),
     Step(
         "activation checkpointing",
         "torchturbo.engine.steps.activation_checkpointing:apply",
         ("activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"),
+        undo="torchturbo.engine.steps.activation_checkpointing:undo",
     ),
     Step("plugins: before shard", "torchturbo.engine.steps.plugins:before_shard"),
 )
@@ -99,6 +110,13 @@ def apply(model: Any, config: EngineConfig, context: Any) -> None:
 def problems(model: Any, config: EngineConfig, context: Any) -> list[Problem]:
     """Return what every step finds wrong with a model, before one of them touches it."""
     return [problem for step in STEPS if step.check for problem in _imported(step.check)(model, config, context)]
+
+
+def undo(model: Any) -> None:
+    """Take out of a model what an engine's steps have put in, the last first."""
+    for step in reversed(STEPS):
+        if step.undo:
+            _imported(step.undo)(model)
 
 
 def observers(config: EngineConfig) -> list[Plugin]:

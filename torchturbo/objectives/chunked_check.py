@@ -28,7 +28,6 @@ def obstacle(base: nn.Module) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     name = type(base).__name__
-    chunked.remove(base)  # an earlier trainer may have prepared the same model
     if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
         return f"{name} is an encoder-decoder, expected a causal language model"
     loss = own_loss_function(base)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchturbo.logging import get_logger
+from torchturbo.ops.replace import Attribute, Handle, remove_all
 
 log = get_logger(__name__)
 
@@ -126,6 +127,7 @@ class Normaliser:
         self._terms_met = False  # whether a loss has come by that they could be added to
         self.evaluation: TokenMean | None = None
         """Sums up the evaluation under way."""
+        self._handles: list[Handle] = []
         self._active = False
         self._on_scaled: Callable[[], None] | None = None
         self._main: Tensor | None = None  # the scaled cross-entropy of the forward under way
@@ -199,29 +201,36 @@ class Normaliser:
         ``base`` is the Transformers model that calls ``self.loss_function``; ``model`` the module that is called
         (another one where PEFT wraps it, since PEFT calls ``base.forward`` past its hooks).
         """
-        base.loss_function = self._wrap(own_loss_function(base))  # type: ignore[assignment]
-        model.register_forward_hook(self._after_forward, with_kwargs=True)
+        name = "_loss_function" if isinstance(getattr(type(base), "loss_function", None), property) else "loss_function"
+        self._handles = [
+            Attribute(base, name, NormalisedLoss(self, own_loss_function(base))),
+            model.register_forward_hook(AfterForward(self), with_kwargs=True),
+        ]
 
-    def _wrap(self, cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def normalised(*args: Any, **kwargs: Any) -> Tensor:
-            if not self._active:
-                return cross_entropy(*args, **kwargs)
-            kwargs["num_items_in_batch"] = 1  # instead of the default mean this gives the plain sum: the numerator
-            numerator = cross_entropy(*args, **kwargs)
-            if self.evaluation is not None:
-                self.evaluation.add(numerator, cross_entropy, *args, **kwargs)
-            self._main = self.token_term(numerator)
-            if self._on_scaled is not None:
-                self._on_scaled()
-            # A copy, because models add their own terms in place (`loss += coefficient * aux_loss`).
-            self._handed = self._main.clone()
-            self._handed_version = self._handed._version
-            return self._handed
+    @staticmethod
+    def remove(base: nn.Module) -> None:
+        """Take the normaliser out of a model that has one."""
+        installed = getattr(base, "loss_function", None)
+        if isinstance(installed, NormalisedLoss):
+            remove_all(installed.normaliser._handles)
 
-        normalised.wrapped = cross_entropy  # type: ignore[attr-defined]
-        return normalised
+    def cross_entropy(self, cross_entropy: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the scaled loss of a model that calls ``cross_entropy`` for it."""
+        if not self._active:
+            return cross_entropy(*args, **kwargs)
+        kwargs["num_items_in_batch"] = 1  # instead of the default mean this gives the plain sum: the numerator
+        numerator = cross_entropy(*args, **kwargs)
+        if self.evaluation is not None:
+            self.evaluation.add(numerator, cross_entropy, *args, **kwargs)
+        self._main = self.token_term(numerator)
+        if self._on_scaled is not None:
+            self._on_scaled()
+        # A copy, because models add their own terms in place (`loss += coefficient * aux_loss`).
+        self._handed = self._main.clone()
+        self._handed_version = self._handed._version
+        return self._handed
 
-    def _after_forward(self, module: nn.Module, args: Any, batch: Mapping[str, Any], output: Any) -> Any:
+    def after_forward(self, module: nn.Module, batch: Mapping[str, Any], output: Any) -> Any:
         """Scale what the model added to the cross-entropy, and add the other terms."""
         if not self._active or self._main is None or self._handed is None:
             return None
@@ -251,9 +260,17 @@ class Normaliser:
         if term.weight is None:
             value = self.mean_term(value)
         else:
+            if term.name not in self._weights:
+                raise RuntimeError(
+                    f"{term.name}: no window is open; call open_window with the step's micro-batches first"
+                )
             value = scale(value, self._weights[term.name].to(value.device), self.ranks)
         self._logged[term.name] = self._logged.get(term.name, 0) + value.detach().float()
         return loss + value
+
+    def forget_terms(self) -> None:
+        """Begin the means of the terms anew."""
+        self._logged = {}
 
     def term_metrics(self, steps: int, device: torch.device) -> dict[str, float]:
         """Return each term's mean over the last optimizer steps, and begin anew. A collective where there are terms."""
@@ -264,11 +281,41 @@ class Normaliser:
             names = ", ".join(term.name for term in self.terms)
             log.warning_rank0("loss terms have no effect (%s): the trainer computes its loss past the model's", names)
         sums = torch.stack([torch.as_tensor(self._logged.get(term.name, 0.0)).to(device) for term in self.terms])
-        self._logged = {}
+        self.forget_terms()
         if self.ranks > 1:
             dist.all_reduce(sums, group=self.group)
         means = (sums / (self.ranks * max(1, steps))).tolist()
         return {term.name: mean for term, mean in zip(self.terms, means, strict=True)}
+
+
+class NormalisedLoss:
+    """A model's loss function under a normaliser; a copy or a pickle of the model has the plain function."""
+
+    def __init__(self, normaliser: Normaliser, plain: Callable[..., Tensor]) -> None:
+        self.normaliser, self.wrapped = normaliser, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.normaliser.cross_entropy(self.wrapped, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.wrapped,)
+
+
+class AfterForward:
+    """The forward hook of a normaliser; in a copy or a pickle of the model it does nothing."""
+
+    def __init__(self, normaliser: Normaliser | None = None) -> None:
+        self.normaliser = normaliser
+
+    def __call__(self, module: nn.Module, args: Any, batch: Mapping[str, Any], output: Any) -> Any:
+        return None if self.normaliser is None else self.normaliser.after_forward(module, batch, output)
+
+    def __reduce__(self) -> Any:
+        return AfterForward, ()
+
+
+def _itself(function: Any) -> Any:
+    return function
 
 
 def _widest(device: torch.device) -> torch.dtype:

@@ -29,7 +29,7 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     section = config.activation_checkpointing
     base = base_model(model)
     if not section.enabled:
-        disable(model)
+        undo(model)
         return
     if not getattr(base, "supports_gradient_checkpointing", False):
         _refuse_or_warn(base, config)
@@ -38,7 +38,7 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     _let_inputs_require_grad(base, reentrant=section.use_reentrant)
 
 
-def disable(model: nn.Module) -> None:
+def undo(model: nn.Module) -> None:
     """Turn checkpointing off in a model."""
     _switch(base_model(model), "disable")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchturbo.engine.model import base_model, input_embeddings
 from torchturbo.engine.parts import FAMILIES, GROUPS, Partition, partition, parts_of
@@ -23,6 +26,17 @@ SHOWN_NAMES = 3
 log = get_logger(__name__)
 
 
+@dataclass
+class Changes:
+    """What the step did to a model; it keeps neither the model nor its parameters alive."""
+
+    frozen: list[ref[nn.Parameter]] = field(default_factory=list)
+    hook: RemovableHandle | None = None
+
+
+CHANGES: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
+
+
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Take the chosen parts out of training, adapters inside them included, and say how much that is.
 
@@ -34,7 +48,10 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if parts is None:  # check() has refused the keys for it
         return
     groups = partition(base, parts).groups
+    changes = CHANGES[base] = Changes()
     if wanted := _wanted(config):
+        for group in wanted:
+            changes.frozen += [ref(parameter) for parameter in groups[group].values() if parameter.requires_grad]
         frozen = ", ".join(_freeze(group, groups[group].values(), _has_adapters(model, base)) for group in wanted)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         log.info_rank0("frozen: %s; trained: %s parameters", frozen, f"{trained:,}")
@@ -44,7 +61,19 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     embeddings = input_embeddings(base)
     language_trains = any(parameter.requires_grad for parameter in groups["language_model"].values())
     if trained_optional and embeddings is not None and not language_trains:
-        embeddings.register_forward_hook(partial(_always_reached, trained_optional[0]))
+        changes.hook = embeddings.register_forward_hook(partial(_always_reached, trained_optional[0]))
+
+
+def undo(model: nn.Module) -> None:
+    """Let everything be trained again that the step took out of training."""
+    changes = CHANGES.pop(base_model(model), None)
+    if changes is None:
+        return
+    for reference in changes.frozen:
+        if (parameter := reference()) is not None:
+            parameter.requires_grad_(True)
+    if changes.hook is not None:
+        changes.hook.remove()
 
 
 def _always_reached(parameter: nn.Parameter, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     from torchturbo.engine.context import Context
     from torchturbo.plugins.contract import Plugin
 
+METRICS = frozenset(
+    {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss", "eval_loss"}
+    | {"num_input_tokens_seen", "tokens_per_second", "mfu", "mfu_causal", "hfu"}
+)
+"""Names under which the Trainer and the engine's observers log."""
 CHUNKED, CHUNK_SIZE = "loss_chunk.enabled", "loss_chunk.chunk_size"
 
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
     """Return a problem for each plugin whose loss term the model's loss has no place for, and for a loss in one piece."""
     base = base_model(model)
-    problems = _chunking_problems(base, config)
+    problems = _chunking_problems(base, config) + _name_problems(context.hooks)
     if computes_causal_cross_entropy(base):
         return problems
     message = f"{type(base).__name__} computes a loss of its own, which takes no further term"
@@ -43,13 +48,23 @@ def _chunking_problems(base: nn.Module, config: EngineConfig) -> list[Problem]:
     return [Problem(config.origin(CHUNKED).place, CHUNKED, found, "set it to false")]
 
 
+def _name_problems(hooks: Hooks) -> list[Problem]:
+    """Return a problem for each plugin whose loss term would be logged over another metric."""
+    return [
+        Problem(
+            "", f"plugin {name_of(plugin)}", "its loss term would be logged over the metric of this name", "rename it"
+        )
+        for plugin in hooks.overriding("loss_term")
+        if name_of(plugin) in METRICS
+    ]
+
+
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Install the normaliser on a model whose loss is Transformers' causal-LM cross-entropy, and the chunks below it.
 
     Any other loss (an own loss function, an encoder-decoder) stays with the framework, whose own scaling then holds.
     """
     base = base_model(model)
-    chunked.remove(base)  # an earlier trainer may have prepared the same model otherwise
     size = config.loss_chunk.chunk_size
     if config.loss_chunk.enabled:
         if problems := _chunking_problems(base, config):
@@ -59,6 +74,13 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         context.normaliser = Normaliser(ranks=context.world_size)
         context.normaliser.terms += [term_of(plugin, context.hooks) for plugin in context.hooks.overriding("loss_term")]
         context.normaliser.install(model, base)
+
+
+def undo(model: nn.Module) -> None:
+    """Give a model its own loss back, in one piece."""
+    base = base_model(model)
+    Normaliser.remove(base)
+    chunked.remove(base)
 
 
 def term_of(plugin: Plugin, hooks: Hooks) -> Term:

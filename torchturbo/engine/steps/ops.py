@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -24,29 +25,30 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     """Return a problem for each operator of a model for which ``custom`` finds no optimised implementation."""
     if config.ops.policy != policy.CUSTOM:
         return []
-    remove(model)  # an earlier trainer may have prepared the same model
-    choices = policy.plan(_situation(model, config, context), policy.CUSTOM)
-    lacking = policy.missing(choices, context.runtime.device_type)
-    return [Problem(config.origin(KEY).place, KEY, message, remedy) for message, remedy in lacking]
+    return _lacking(policy.plan(_situation(model, config, context), policy.CUSTOM), config, context)
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Choose, tell in one table, and install; ``native`` leaves the model as Transformers wrote it."""
-    remove(model)
     chosen = config.ops.policy
-    situation = _situation(model, config, context)
     if chosen == NATIVE:
         return
-    if problems := check(model, config, context):
-        fail(problems)
+    situation = _situation(model, config, context)
     choices = policy.plan(situation, chosen)
+    if chosen == policy.CUSTOM and (problems := _lacking(choices, config, context)):
+        fail(problems)
     log.info_rank0("%s", policy.table(choices, situation, chosen))
     policy.install(choices, situation)
 
 
-def remove(model: nn.Module) -> None:
+def undo(model: nn.Module) -> None:
     """Put every operator of a model back as it was."""
     policy.remove(base_model(model))
+
+
+def _lacking(choices: Sequence[policy.Choice], config: EngineConfig, context: Context) -> list[Problem]:
+    lacking = policy.missing(choices, context.runtime.device_type)
+    return [Problem(config.origin(KEY).place, KEY, message, remedy) for message, remedy in lacking]
 
 
 def _situation(model: nn.Module, config: EngineConfig, context: Context) -> policy.Situation:
