@@ -18,6 +18,7 @@ from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.steps import ops
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS
+from torchturbo.objectives.normalise import own_loss_function
 from torchturbo.runtime.cpu import CpuRuntime
 
 POLICY, CHUNKED = str(KEYS["ops.policy"].cli), str(KEYS["loss_chunk.enabled"].cli)
@@ -122,20 +123,22 @@ def test_release_gives_the_native_model_back(gpu: Context) -> None:
 def test_a_second_trainer_starts_from_the_native_model(gpu: Context) -> None:
     """Its policy is not the first one's."""
     model = tiny.model()
-    before = owned(model)
-    ops.apply(model, config(), gpu)
-    ops.apply(model, config(POLICY, "native"), gpu)
+    Engine(config(), gpu).prepare(model)
+    assert "forward" in vars(model.model.norm)
+    Engine(config(POLICY, "native"), gpu).prepare(model)
 
-    assert before == owned(model)
+    assert [] == [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert not hasattr(own_loss_function(model), "replaces")
 
 
 def test_a_second_trainers_check_sees_the_native_model(gpu: Context) -> None:
     """The first one's operators would hide the model's own from it."""
     model = tiny.model()
-    ops.apply(model, config(), gpu)
+    Engine(config(), gpu).prepare(model)
     vars(sys.modules["liger_kernel.ops"]).clear()
+    problems = Engine(config(POLICY, "custom"), gpu).problems(model)
 
-    assert 4 == len(ops.check(model, config(POLICY, "custom"), gpu))
+    assert 4 == sum(problem.key == "ops.policy" for problem in problems)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
