@@ -18,7 +18,6 @@ from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.steps import ops
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS
-from torchturbo.objectives.normalise import own_loss_function
 from torchturbo.runtime.cpu import CpuRuntime
 
 POLICY, CHUNKED = str(KEYS["ops.policy"].cli), str(KEYS["loss_chunk.enabled"].cli)
@@ -128,7 +127,6 @@ def test_a_second_trainer_starts_from_the_native_model(gpu: Context) -> None:
     Engine(config(POLICY, "native"), gpu).prepare(model)
 
     assert [] == [name for name, module in model.named_modules() if "forward" in vars(module)]
-    assert not hasattr(own_loss_function(model), "replaces")
 
 
 def test_a_second_trainers_check_sees_the_native_model(gpu: Context) -> None:

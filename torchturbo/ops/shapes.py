@@ -105,7 +105,8 @@ class LossFunction:
     """
 
     def __init__(self, base: Any, kernel: TokenSum) -> None:
-        native = own_loss_function(base)
+        loss = own_loss_function(base)
+        native = getattr(loss, "replaces", loss)
         self._used = True
 
         def cross_entropy(
