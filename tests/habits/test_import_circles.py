@@ -62,3 +62,14 @@ def test_circles_are_found() -> None:
     """Of two and of three, each once."""
     graph = {"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"e"}, "e": {"c", "a"}, "f": {"a"}}
     assert [["a", "b"], ["c", "d", "e"]] == circles(graph)
+
+
+COMMANDS = ("cli", "train", "quickstart")
+
+
+def test_nothing_reaches_up_into_the_commands() -> None:
+    """What commands are built of does not need them; a module that is started by itself is a command."""
+    names = modules("torchturbo")
+    above = {name for name in names if name.split(".")[1:2] and name.split(".")[1] in COMMANDS}
+    below = {name: path for name, path in names.items() if name not in above and path.name != "__main__.py"}
+    assert {} == {name: found for name, path in below.items() if (found := above & set(imported(path, names)))}

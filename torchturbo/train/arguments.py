@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
+from torchturbo.adapters.hf_parser import ReportingParser, one_line, parse_all
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.generated.keys import KEYS
 
@@ -98,28 +99,12 @@ DESCRIPTION = (
 )
 
 
-class ArgumentError(Exception):
-    """What argparse found, without its exit."""
-
-
-class FrameworkParser(HfArgumentParser):  # type: ignore[misc]
-    """Reads only what is typed, refuses abbreviations, and reports instead of exiting."""
+class FrameworkParser(ReportingParser):
+    """Knows the options of the model, the data and TrainingArguments."""
 
     def __init__(self) -> None:
-        kinds: Any = (ModelArguments, DataArguments, TrainingArguments)  # transformers' own type takes no class
-        super().__init__(
-            kinds,
-            prog="torchturbo train",
-            usage=USAGE,
-            description=DESCRIPTION,
-            allow_abbrev=False,
-            add_help=False,
-            exit_on_error=False,
-        )
-
-    def error(self, message: str) -> Any:
-        """Raise instead of printing the usage of two hundred options."""
-        raise ArgumentError(message)
+        kinds = (ModelArguments, DataArguments, TrainingArguments)
+        super().__init__(kinds, prog="torchturbo train", usage=USAGE, description=DESCRIPTION)
 
 
 def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
@@ -192,7 +177,7 @@ def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> Tra
     try:
         return TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError([Problem("", "", _one_line(error))]) from error
+        raise ConfigError([Problem("", "", one_line(error))]) from error
 
 
 def framework_help() -> str:
@@ -200,43 +185,6 @@ def framework_help() -> str:
     parser = FrameworkParser()
     parser.set_defaults(**OWN_DEFAULTS, logging_steps=f"every {CURVE_POINTS}th of the run")
     return str(parser.format_help())
-
-
-def parse_all(parser: FrameworkParser, argv: list[str]) -> tuple[dict[str, Any], list[str], list[Problem]]:
-    """Parse, taking each option out that argparse stumbles over, until nothing is left to stumble over."""
-    problems: list[Problem] = []
-    argv = list(argv)
-    while True:
-        try:
-            namespace, rest = parser.parse_known_args(argv)
-            return vars(namespace), rest, problems
-        except argparse.ArgumentError as error:
-            options = (error.argument_name or "").split("/")
-            problems.append(Problem(options[0], "", _one_line(error.message)))
-            shorter = _without(argv, options, parser)
-            if len(shorter) == len(argv):
-                return {}, [], problems
-            argv = shorter
-        except ArgumentError as error:
-            problems.append(Problem("", "", _one_line(error)))
-            return {}, [], problems
-
-
-def _without(argv: list[str], options: list[str], parser: FrameworkParser) -> list[str]:
-    """Return the command line without an option and the words that it takes."""
-    action = parser._option_string_actions[options[0]]
-    kept, take = [], 0
-    for word in argv:
-        if word.startswith("-"):
-            take = 0
-            if word.partition("=")[0] in options:
-                take = len(argv) if action.nargs == "+" else int("=" not in word)
-                continue
-        elif take:
-            take -= 1
-            continue
-        kept.append(word)
-    return kept
 
 
 def _unknown(parser: FrameworkParser, rest: list[str]) -> list[Problem]:
@@ -269,7 +217,3 @@ def _unknown(parser: FrameworkParser, rest: list[str]) -> list[Problem]:
 
 def _fields(kind: type, typed: dict[str, Any]) -> dict[str, Any]:
     return {part.name: typed[part.name] for part in dataclasses.fields(kind) if part.name in typed}
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())

@@ -69,14 +69,6 @@ def _types(hint: Any) -> Iterator[Any]:
 
 def _refused_by_argparse(words: list[str], classes: Sequence[type]) -> list[Problem]:
     """Return what LLaMA-Factory's own parser would end the program for after printing the help of every argument."""
-    from transformers import HfArgumentParser
+    from torchturbo.adapters.hf_parser import ReportingParser, parse_all
 
-    from torchturbo.train.arguments import ArgumentError, parse_all
-
-    class Parser(HfArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> Any:
-            raise ArgumentError(message)
-
-    kinds: Any = list(classes)
-    parser: Any = Parser(kinds, allow_abbrev=False, add_help=False, exit_on_error=False)
-    return parse_all(parser, words)[2]
+    return parse_all(ReportingParser(classes), words)[2]
