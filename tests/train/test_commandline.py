@@ -104,6 +104,8 @@ def test_all_that_is_wrong_with_the_arguments_at_once(tmp_path: Path, capsys: py
         (["--fp16"], "--fp16: loss scaling for fp16 has no place in the engine; use bf16, or fp32"),
         (["--bf16_full_eval"], "--bf16_full_eval: it would cast the fp32 parameters"),
         (["--deepspeed", "ds.json"], "--deepspeed: DeepSpeed is another engine"),
+        (["--use_liger_kernel"], "--use_liger_kernel: kernels have one owner"),
+        (["--auto_find_batch_size"], "--auto_find_batch_size: it would change the micro-batch"),
         (
             ["--gradient_checkpointing_kwargs", "{x"],
             "--gradient_checkpointing_kwargs: expected a JSON object, got '{x'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ CLASHES: Mapping[str, tuple[str, str]] = {
     "deepspeed": ("DeepSpeed is another engine under the same loop", "remove it"),
     "fsdp": ("FSDP by accelerate is another engine under the same loop", "remove it"),
     "parallelism_config": ("accelerate's parallelism is another engine under the same loop", "remove it"),
+    "use_liger_kernel": ("kernels have one owner, ops.policy, whose auto picks Liger's where they fit", "remove it"),
+    "auto_find_batch_size": (
+        "it would change the micro-batch behind the batch plan, in the middle of the run",
+        "remove it, set per_device_train_batch_size",
+    ),
 }
 """Training arguments that would be a second owner of what the engine does: (reason, remedy)."""
 
@@ -67,13 +73,10 @@ def framework_values(said: Mapping[str, Any], *, typed: bool = False) -> list[Fr
     for name in reversed(CHECKPOINTING_NAMES):
         if isinstance(said.get(name), bool):
             values.append(FrameworkValue(f"{CHECKPOINTING}.enabled", said[name], place(name, typed)))
-        kwargs = said.get(f"{name}_kwargs")
-        if isinstance(kwargs, Mapping) and isinstance(kwargs.get("use_reentrant"), bool):
-            values.append(
-                FrameworkValue(
-                    f"{CHECKPOINTING}.use_reentrant", kwargs["use_reentrant"], place(f"{name}_kwargs", typed)
-                )
-            )
+        reentrant = options(said.get(f"{name}_kwargs")).get("use_reentrant")
+        if isinstance(reentrant, bool):
+            where = place(f"{name}_kwargs", typed)
+            values.append(FrameworkValue(f"{CHECKPOINTING}.use_reentrant", reentrant, where))
     # Both names mirror each other in newer versions: the last of equal paths wins, once.
     return list({value.path: value for value in values}.values())
 
@@ -114,26 +117,44 @@ def clashes(said: Mapping[str, Any], *, typed: bool = False) -> list[Problem]:
         Problem(place(name, typed), "", reason, remedy) for name, (reason, remedy) in CLASHES.items() if said.get(name)
     ]
     for name in CHECKPOINTING_NAMES:
-        kwargs = said.get(f"{name}_kwargs")
-        if isinstance(kwargs, Mapping) and (others := sorted(kwargs.keys() - {"use_reentrant"})):
+        if others := sorted(options(said.get(f"{name}_kwargs")).keys() - {"use_reentrant"}):
             where = place(f"{name}_kwargs", typed)
             problems.append(Problem(where, "", f"the engine has no {', '.join(others)}", "give use_reentrant alone"))
             break  # the older name mirrors the newer one
     if said.get("average_tokens_across_devices") is False:
         where = place("average_tokens_across_devices", typed)
         problems.append(Problem(where, "", "the engine always counts tokens over all ranks", "remove it"))
-    accelerate = said.get("accelerator_config")
+    accelerate = options(said.get("accelerator_config"))
     where = place("accelerator_config", typed)
-    if getattr(accelerate, "split_batches", False):
+    if accelerate.get("split_batches"):
         problems.append(Problem(where, "", "split_batches would divide each micro-batch over the ranks", "remove it"))
-    if getattr(accelerate, "even_batches", True) is False:
+    if accelerate.get("even_batches") is False:
         message = "without even_batches ranks run out of batches one by one, and the others wait for them"
         problems.append(Problem(where, "", message, "remove it"))
-    accumulation = getattr(accelerate, "gradient_accumulation_kwargs", None) or {}
-    if "num_steps" in accumulation:
+    if "num_steps" in options(accelerate.get("gradient_accumulation_kwargs")):
         message = "gradient_accumulation_kwargs.num_steps is a second batch size"
         problems.append(Problem(where, "", message, "use gradient_accumulation_steps, or gbs"))
     return problems
+
+
+def options(value: Any) -> Mapping[str, Any]:
+    """Return a group of options by name, however it was given: as a mapping, its JSON text or an object.
+
+    JSON text is read as TrainingArguments reads it: "true" and "false" in it are switches. What is no group is empty.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, object_hook=_with_switches)
+        except (ValueError, RecursionError):  # a file's name, or told where the text is needed
+            return {}
+    if isinstance(value, Mapping):
+        return value
+    return vars(value) if hasattr(value, "__dict__") else {}
+
+
+def _with_switches(group: dict[str, Any]) -> dict[str, Any]:
+    words = {"true": True, "false": False}
+    return {name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in group.items()}
 
 
 class Unsaved(str):
