@@ -40,7 +40,17 @@ def test_a_launch_is_read_without_torch(factory: Path) -> None:
 
 def test_everything_at_once_in_a_moment(factory: Path) -> None:
     """Options, file, words and variables; LLaMA-Factory's import would take ten seconds."""
-    words = ["train.yaml", "stage=dpo", "quantization_bit=4", "--tt_gbs", "0", "tt_sp_size=2", "nonsense"]
+    words = [
+        "train.yaml",
+        "stage=dpo",
+        "quantization_bit=4",
+        "--tt_gbs",
+        "0",
+        "tt_sp_size=2",
+        "nonsense",
+        "--tt_plugin",
+        "no.py",
+    ]
     environ = environment(factory, USE_RAY="1", TORCH_TURBO_OP_POLICY="fast", ACCELERATE_USE_FSDP="true")
     started = time.monotonic()
     done = python("-m", "torchturbo", "llamafactory", *words, env=environ)
@@ -49,21 +59,32 @@ def test_everything_at_once_in_a_moment(factory: Path) -> None:
     assert (2, "") == (done.returncode, done.stdout)
     lines = done.stderr.splitlines()
     assert all(line.startswith("error: ") for line in lines), done.stderr
-    for part in ("--tt_gbs", "OP_POLICY", "stage dpo", "quantization_bit=4", "tt_sp_size=2", "nonsense", "USE_RAY"):
+    for part in (
+        "--tt_gbs",
+        "OP_POLICY",
+        "stage dpo",
+        "quantization_bit=4",
+        "tt_sp_size=2",
+        "nonsense",
+        "USE_RAY",
+        "no.py",
+    ):
         assert 1 == sum(part in line.partition("; ")[0] for line in lines), (part, lines)
     assert any("ACCELERATE_USE_FSDP" in line for line in lines)
-    assert 8 == len(lines)
+    assert 9 == len(lines)
     assert seconds < 5  # with room for a busy machine; alone it takes half a second
 
 
 def test_without_llamafactory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with our options is told beside it; its own files can't be read then."""
+    """What is wrong with its arguments and our options is told beside it."""
     absent = Problem("", "", "LLaMA-Factory is not installed", "install it")
     monkeypatch.setattr("torchturbo.adapters.llama_factory.command.missing_package", lambda: absent)
-    assert 2 == main(["llamafactory", "none.yaml", "--tt_gbs", "0"])
-    assert [
-        "error: --tt_gbs: expected at least 1, got 0", "error: LLaMA-Factory is not installed; install it",
-    ] == capsys.readouterr().err.splitlines()  # fmt: skip
+    assert 2 == main(["llamafactory", "train.yaml", "use_muon=true", "--tt_gbs", "0", "--tt_plugin", "none.py"])
+    own, muon, package, plugin = capsys.readouterr().err.splitlines()
+    assert "error: --tt_gbs: expected at least 1, got 0" == own
+    assert muon.startswith("error: use_muon=true: another owner of the optimizer")
+    assert "error: LLaMA-Factory is not installed; install it" == package
+    assert plugin.startswith("error: none.py: no such file")
 
 
 def test_it_is_a_module_too(factory: Path) -> None:
@@ -175,6 +196,21 @@ def test_when_ranks_are_started(
 
     assert [] == calls if started is None else [started] == [call[4] for call in calls]
     assert all(call[-len(line) :] == line for call in calls)
+
+
+def test_the_line_that_is_told_holds_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs are kept, and a token may be among the words."""
+    for name in ("RANK", "LOCAL_RANK", "NPROC_PER_NODE", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_TORCHRUN", "1")
+    monkeypatch.setattr("os.execv", lambda program, line: None)
+    line = ["train.yaml", "--hf_hub_token=hf_secret"]
+    with said() as lines:
+        relaunch(read_command(line), line)
+
+    (started,) = [line for line in lines if line.startswith("starting ")]
+    assert started.endswith("--standalone -m torchturbo llamafactory (your words)")
+    assert "hf_secret" not in "".join(lines)
 
 
 def test_an_elastic_launch_ends_with_status_2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,19 @@ from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS, framework_va
 from torchturbo.adapters.llama_factory.refusals import (
     AGAINST_KEYS,
     ENVIRONMENT,
+    OWN_LOSSES,
     SWITCHES,
     VALUES,
     key_clashes,
     nothing_to_do,
     refusals,
+    term_clashes,
 )
 from torchturbo.adapters.llama_factory.said import Said, read_arguments
 from torchturbo.config.layers import Layer
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.errors import ConfigError
+from torchturbo.plugins.contract import Plugin
 
 
 def said(**values: Any) -> dict[str, Said]:
@@ -85,11 +88,37 @@ def test_each_second_owner_is_refused(name: str) -> None:
     assert [] == refusals(said(**{name: None if name in VALUES else False}), {})
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16", "bf16_full_eval"])
+@pytest.mark.parametrize(
+    "name", ["deepspeed", "fsdp", "fp16", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"]
+)
 def test_so_are_those_of_any_trainer(name: str) -> None:
     """With the place in LLaMA-Factory's file."""
     (problem,) = refusals(said(**{name: "x.json"}), {})
     assert f"train.yaml:1:1: {name}" == problem.place
+
+
+def test_groups_of_options_in_flags_and_files(tmp_path: Path) -> None:
+    """A flag's JSON text and a file's mapping say the same."""
+    path = tmp_path / "train.yaml"
+    path.write_text("accelerator_config: {split_batches: true}\ngradient_checkpointing_kwargs: {use_reentrant: true}\n")
+    words = ["--accelerator_config", '{"split_batches": true}']
+    words += ["--gradient_checkpointing_kwargs", '{"use_reentrant": true}']
+    for given, place in (([str(path)], f"{path}:1:21: accelerator_config"), (words, "--accelerator_config")):
+        read = read_arguments(given).said
+        (problem,) = refusals(read, {})
+        assert (place, True) == (problem.place, problem.message.startswith("split_batches would"))
+        ((found, value, _),) = framework_values(read)[0]
+        assert (REENTRANT, True) == (found, value)
+
+
+def test_the_value_of_a_variable_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's ``${...}`` may be a secret."""
+    monkeypatch.setenv("MY_SECRET", "s3cr3t")
+    path = tmp_path / "train.yaml"
+    path.write_text("stage: ${oc.env:MY_SECRET}\nfinetuning_type: oft\n")
+    one, two = refusals(read_arguments([str(path)]).said, {})
+    assert "the engine does not run its value, it runs pt, sft" == one.message
+    assert "the method oft" in two.message
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
@@ -143,10 +172,29 @@ def test_keys_that_have_no_place_beside_a_switch(name: str, path: str, reason: s
 
     flag = {"loss_chunk.enabled": "--tt_enable_chunk_loss", "profiling": "--tt_profiling"}[path]
     merged = merge_args(parse_torchturbo_args([flag])[0], environ={})
-    (problem,) = key_clashes(said(**{name: True}), merged.settings)
+    value = 0.1 if name == "label_smoothing_factor" else True
+    (problem,) = key_clashes(said(**{name: value}), merged.settings)
     assert f"train.yaml:1:1: {name}" == problem.place
     assert f"({path}: {flag})" in problem.message
-    assert [] == key_clashes(said(**{name: True}), merge_args(environ={}).settings)
+    assert [] == key_clashes(said(**{name: 0}), merged.settings)
+    assert [] == key_clashes(said(**{name: value}), merge_args(environ={}).settings)
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_a_loss_outside_the_model_takes_no_terms(name: str) -> None:
+    """Told with the plugin's name; one without a term is none of its business."""
+
+    class Term(Plugin):
+        name = "term"
+
+        def loss_term(self, outputs: Any, batch: Any, run: Any) -> Any:
+            return None
+
+    value = 0.1 if name == "label_smoothing_factor" else True
+    (problem,) = term_clashes(said(**{name: value}), [Plugin(), Term()])
+    assert (f"train.yaml:1:1: {name}", "plugin term") == (problem.place, problem.key)
+    for off in (0, 0.0, False, None, "0.1"):
+        assert [] == term_clashes(said(**{name: off}), [Term()])
 
 
 # ---- build_config_from_lf_args ----

@@ -125,6 +125,18 @@ def test_names_and_types(words: list[str], expected: list[str], factory: Path) -
         assert str(problem).startswith(begins)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("bf16", "true or false"), ("max_steps", "a number")])
+def test_the_value_of_a_variable_is_not_told(
+    name: str, kind: str, factory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable is text, and may be a secret."""
+    monkeypatch.setenv("MY_SECRET", "s3cr3t")
+    Path("t.yaml").write_text(f"{name}: ${{oc.env:MY_SECRET}}\n")
+    (problem,) = problems_with(read_arguments(["t.yaml"]), import_package().arguments)
+    assert f"expected {kind}, got its value" == problem.message
+    assert "put ${oc.decode:...} around it" == problem.remedy
+
+
 def test_flags_are_held_against_its_parser(factory: Path) -> None:
     """Whole names only, and no usage text of two hundred lines."""
     arguments = import_package().arguments

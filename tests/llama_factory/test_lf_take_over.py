@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,13 +144,47 @@ def test_a_quantised_model() -> None:
     assert problem is not None and "quantised models are not trained here" in problem.message
 
 
-def test_plugins_are_loaded_before_llamafactory_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its import takes seconds."""
-    monkeypatch.setattr("torchturbo.adapters.llama_factory.run.import_package", lambda: pytest.fail("too late"))
-    config = build_from_args(parse_torchturbo_args(["--tt_plugin", str(tmp_path / "none.py")])[0], environ={})
-
+def test_options_of_accelerate_in_a_file_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """TrainingArguments has read it by then; no weight is read yet."""
+    accelerate = SimpleNamespace(split_batches=True, even_batches=True)
     with pytest.raises(ConfigError):
-        run_command(Command(Arguments({}, {}, []), config))
-    assert "none.py" in capsys.readouterr().err
+        take_over(parsed(accelerator_config=accelerate), launch(accelerator_config="accelerate.json"))
+    assert "error: accelerator_config: split_batches would divide" in capsys.readouterr().err
+
+
+TERM = """
+from torchturbo.plugins.contract import Plugin, register
+
+@register()
+class Term(Plugin):
+    name = "term"
+
+    def loss_term(self, outputs, batch, run): ...
+"""
+
+
+def test_plugins_package_and_arguments_together(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that takes seconds to find is told at once."""
+    Path("term.py").write_text(TERM)
+    Path("broken.py").write_text("import nowhere_to_be_found\n")
+    config = build_from_args(
+        parse_torchturbo_args(["--tt_plugin", "term.py", "--tt_plugin", "broken.py"])[0], environ={}
+    )
+    values = {"label_smoothing_factor": 0.1, "max_step": 3}
+    said = {name: Said(value, name) for name, value in values.items()}
+
+    def told() -> list[str]:
+        with pytest.raises(ConfigError):
+            run_command(Command(Arguments(said, values, []), config))
+        return capsys.readouterr().err.splitlines()
+
+    plugin, term, *unknown = told()
+    assert "broken.py" in plugin and "nowhere_to_be_found" in plugin
+    assert term.startswith("error: label_smoothing_factor: plugin term: its loss takes no loss term")
+    assert 2 == sum("LLaMA-Factory has no such argument" in line for line in unknown) == len(unknown)
+
+    (factory / "train" / "tuner.py").write_text("raise ImportError('too old')\n")
+    for name in [name for name in sys.modules if name.startswith("llamafactory")]:
+        del sys.modules[name]
+    assert [plugin, term] == told()[:2]
+    assert "too old" in told()[2]

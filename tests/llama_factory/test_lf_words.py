@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,53 @@ def test_environment_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = problems("train.yaml")
     assert line.startswith("train.yaml:2:13: output_dir: ") and "WHERE" in line
     assert {"run_name": "me"} == read_arguments(["train.yaml"]).for_framework
+
+
+@pytest.mark.parametrize("value", ["runs/${oc.env:WHO}", "{a: '${oc.env:WHO}'}", "[x, '${oc.env:WHO}']"])
+def test_what_was_filled_in_is_not_told(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a variable that nobody else is to see."""
+    monkeypatch.setenv("WHO", "s3cr3t")
+    Path("train.yaml").write_text(f"run_name: {value}\nstage: $5\n")
+    said = read_arguments(["train.yaml", "seed=${oc.env:WHO}"]).said
+
+    assert ["its value", "the stage $5", "its value"] == [one.told("the stage {}") for one in said.values()]
+    assert "s3cr3t" in str(said["run_name"].value)
+
+
+@pytest.mark.parametrize("value", ["${oc.decode:${oc.env:WHO}}", "${${oc.env:WHO}}", "a/${oc.env:${oc.env:WHO}}"])
+def test_nor_by_omegaconf(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages hold what it could not read."""
+    monkeypatch.setenv("WHO", "[s3cr3t")
+    Path("train.yaml").write_text(f"seed: {value}\n")
+    assert ["train.yaml:1:7: seed: a ${...} in its value can't be filled in"] == problems("train.yaml")
+
+
+@pytest.mark.parametrize("name", ["hf_hub_token", "hub_tokne_secret", "API_KEY", "password"])
+def test_secrets_are_not_told(name: str) -> None:
+    """The place of a word is its name then."""
+    said = read_arguments(["train.yaml", f"{name}=s3cr3t"]).said
+    assert (f"{name}=...", "s3cr3t") == (said[name].place, said[name].value)
+
+
+FILES = {
+    "train.yaml": "# mine\nstage: dpo\nuse_muon: true\nquantization_bit: null\naccelerator_config: {split_batches: true}\n",
+    "train.json": json.dumps(
+        {"stage": "dpo", "use_muon": True, "quantization_bit": None, "accelerator_config": {"split_batches": True}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_without_omegaconf(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which comes with LLaMA-Factory: what is wrong is told all the same."""
+    Path(name).write_text(FILES[name])
+    with_it = read_arguments([name, "do_train=true", "--seed", "3"])
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    monkeypatch.setattr("torchturbo.adapters.llama_factory.said.find_spec", lambda name: None)
+
+    assert with_it == read_arguments([name, "do_train=true", "--seed", "3"])
+    assert 3 == len(problems(name, "foo", "bar") + problems("none.yaml"))
+    assert {} == read_arguments([name, "stage=${oc.env:STAGE}"]).said
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,17 @@ def read_command(words: Sequence[str]) -> Command:
         parse_torchturbo_args(words)  # prints it and leaves
     named = line.reading.settings.get("config_path")
     path = named.value if named else None
-    problems: list[Problem] = base.environment_clashes()
-    if (missing := missing_package()) is not None:  # OmegaConf, which reads its files, comes with it
-        base.checked_config(merge(read_layers(line.reading, path)), [*problems, missing])
+    missing = missing_package()
     arguments = read_arguments(line.rest)
     values, contradictions = framework_values(arguments.said)
-    problems = [*arguments.problems, *refusals(arguments.said), *contradictions, *problems]
-    problems += nothing_to_do(arguments.said)
-    config = _checked(merge(read_layers(line.reading, path, values)), problems, arguments.said)
+    problems: list[Problem] = [*arguments.problems, *refusals(arguments.said), *contradictions]
+    problems += [*base.environment_clashes(), *nothing_to_do(arguments.said), *([missing] if missing else [])]
+    merged = merge(read_layers(line.reading, path, values))
+    if problems or base.config_problems(merged) or key_clashes(arguments.said, merged.settings):
+        from torchturbo.plugins.load import file_problems
+
+        problems += file_problems(merged.values.get("plugins", ()))
+    config = _checked(merged, problems, arguments.said)
     set_torchturbo_args(parse_torchturbo_args(words)[0])
     return Command(arguments, config)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.config.names import did_you_mean
-from torchturbo.errors import Problem, shorten
+from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
     from torchturbo.adapters.llama_factory.said import Arguments, Said
@@ -51,11 +51,12 @@ def _mistyped(one: Said, field: Any, kind: type, hints: dict[type, dict[str, Any
         return Problem(one.place, "", "expected a value, got nothing", "remove the key") if empty else None
     if not isinstance(value, str) or str in types:
         return None
-    remedy = "write it without quotes"
+    got = one.told('string "{}"')
+    remedy = "put ${oc.decode:...} around it" if one.filled else "write it without quotes"
     if types and set(types) <= {bool, type(None)}:
-        return Problem(one.place, "", f'expected true or false, got string "{shorten(value)}"', remedy)
+        return Problem(one.place, "", f"expected true or false, got {got}", remedy)
     if types and set(types) <= {int, float, type(None)}:
-        return Problem(one.place, "", f'expected a number, got string "{shorten(value)}"', remedy)
+        return Problem(one.place, "", f"expected a number, got {got}", remedy)
     return None
 
 

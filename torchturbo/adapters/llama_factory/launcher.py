@@ -36,7 +36,8 @@ def relaunch(command: Command, words: Sequence[str]) -> None:
     line = torchrun(words, max(devices, 1), os.environ)
     if isinstance(line, Problem):
         fail([line])
-    log.info_rank0("starting %s", shlex.join(line))
+    own = line[: len(line) - len(words)]  # the words may hold a token or a key, and logs are kept
+    log.info_rank0("starting %s (your words)", shlex.join(own))
     sys.stdout.flush()
     os.execv(line[0], line)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchturbo.adapters import hf_arguments
 from torchturbo.adapters.llama_factory.mapping import placed, switch
 from torchturbo.adapters.llama_factory.said import is_ours
+from torchturbo.engine.hooks import Hooks, name_of
 from torchturbo.errors import Problem
 from torchturbo.generated.keys import KEYS
 
 if TYPE_CHECKING:
     from torchturbo.adapters.llama_factory.said import Said
     from torchturbo.config.layers import Setting
+    from torchturbo.plugins.contract import Plugin
 
 STAGES = ("pt", "sft")
 METHODS = ("full", "freeze", "lora")
@@ -91,7 +93,8 @@ def _stage_and_method(said: Mapping[str, Said]) -> list[Problem]:
     for name, known, what in (("stage", STAGES, "stage"), ("finetuning_type", METHODS, "method")):
         value = said[name].value if name in said else known[-1]
         if value not in known:
-            message = f"the engine does not run the {what} {value}, it runs {', '.join(known)}"
+            found = said[name].told(f"the {what} {{}}")
+            message = f"the engine does not run {found}, it runs {', '.join(known)}"
             problems.append(Problem(said[name].place, "", message, WITHOUT))
     return problems
 
@@ -104,21 +107,39 @@ def nothing_to_do(said: Mapping[str, Said]) -> list[Problem]:
     return [Problem("", "do_train", "not given, so that nothing would run", "add do_train: true")]
 
 
-OWN_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss")
+OWN_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "label_smoothing_factor")
+"""Arguments by which the loss is made outside the model, of its logits."""
 AGAINST_KEYS: tuple[tuple[str, str, str], ...] = (
     *(
         (name, "loss_chunk.enabled", "it needs the logits, which a chunked loss never has as a whole")
         for name in OWN_LOSSES
     ),
+    ("torch_compile", "loss_chunk.enabled", "torch.compile can't follow the logits of a chunked loss"),
     ("enable_torch_profiler", "profiling", "two profilers can't record one step"),
 )
-"""Switches that one of our keys can't be on beside: (name, key, reason)."""
+"""Arguments that one of our keys can't be on beside: (name, key, reason)."""
 
 
 def key_clashes(said: Mapping[str, Said], settings: Mapping[str, Setting]) -> list[Problem]:
-    """Return a problem for each switch of LLaMA-Factory's that a key which is on has no place for."""
+    """Return a problem for each argument of LLaMA-Factory's that a key which is on has no place for."""
     return [
         Problem(said[name].place, "", f"{reason} ({path}: {settings[path].origin})", "turn one of them off")
         for name, path, reason in AGAINST_KEYS
-        if switch(said, name) and settings[path].value
+        if _is_on(said, name) and settings[path].value
     ]
+
+
+def term_clashes(said: Mapping[str, Said], plugins: Sequence[Plugin]) -> list[Problem]:
+    """Return a problem for each plugin with a loss term where the loss is made outside the model, and takes none."""
+    terms = Hooks(None, plugins).overriding("loss_term")
+    return [
+        Problem(said[name].place, f"plugin {name_of(plugin)}", "its loss takes no loss term", "leave one of them out")
+        for name in OWN_LOSSES
+        if _is_on(said, name)
+        for plugin in terms
+    ]
+
+
+def _is_on(said: Mapping[str, Said], name: str) -> bool:
+    """Return whether a switch is on, or a number is not 0; text in the place of either is told elsewhere."""
+    return name in said and isinstance(said[name].value, int | float) and bool(said[name].value)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from torchturbo.adapters import base
+from torchturbo.adapters.hf_arguments import clashes
 from torchturbo.adapters.llama_factory.command import Command
 from torchturbo.adapters.llama_factory.known import problems_with
-from torchturbo.adapters.llama_factory.mapping import frozen_parts
+from torchturbo.adapters.llama_factory.mapping import frozen_parts, placed
 from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_package
+from torchturbo.adapters.llama_factory.refusals import term_clashes
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.resume import checkpoints, find_checkpoint
@@ -45,15 +47,15 @@ def run_command(command: Command, callbacks: Sequence[Any] = ()) -> None:
     config = command.config
     base.apply_log_level(config)
     plugins, problems = load_plugins(config, FRAMEWORK)
+    problems += term_clashes(command.arguments.said, plugins)
+    try:
+        package = import_package()
+        problems += problems_with(command.arguments, package.arguments)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         fail(problems)
     _put_back(command)
-    try:
-        package = import_package()
-    except ConfigError as error:
-        fail(error.problems)
-    if problems := problems_with(command.arguments, package.arguments):
-        fail(problems)
     launch = Launch(config, command.arguments.said, plugins)
     with restored_determinism(), engine_underneath(package, launch):
         package.tuner.run_exp(args=_for_framework(command), callbacks=list(callbacks))
@@ -156,7 +158,9 @@ def _check(training: Any, launch: Launch) -> None:
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
     )
+    groups = {"accelerator_config": getattr(training, "accelerator_config", None)}  # may have come from a file
     found: list[Any] = [
+        *(clash._replace(place=placed(clash.place, launch.said)) for clash in clashes(groups, typed=True)),
         plan, base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size),
         _newest_whole(training, launch),
     ]  # fmt: skip

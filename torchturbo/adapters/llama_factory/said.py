@@ -11,10 +11,11 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchturbo.config.document import Table, read_document
+from torchturbo.config.document import Node, Row, Scalar, Table, read_document
 from torchturbo.config.specs import FALSE_WORDS, TRUE_WORDS
 from torchturbo.errors import Problem, shorten
 from torchturbo.generated.keys import FLAG_PREFIX
@@ -23,6 +24,11 @@ FILES = (".yaml", ".yml", ".json")
 RANK_FLAGS = ("--local_rank", "--local-rank")
 """What an older launcher puts before the script's own words; torchrun gives the same as a variable."""
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+NULLS = ("", "~", "null", "Null", "NULL")
+FILLED = "${"
+NESTED = re.compile(r"\$\{[^}]*\$\{")
+SECRET = re.compile(r"(?i)token|secret|passw|api_?key")
+"""Names of arguments whose values no error shows, misspelt ones too."""
 NUMBER = re.compile(r"[+-]?(\d+(?P<fraction>\.\d*)?|\.\d+)(?P<power>[eE][+-]?\d+)?")
 
 
@@ -32,6 +38,12 @@ class Said(NamedTuple):
     value: Any
     place: str
     """``train.yaml:3:7: bf16``, ``bf16=true`` or ``--bf16``."""
+    filled: bool = False
+    """Whether ``${...}`` was filled in, which may be a variable that nobody else is to see."""
+
+    def told(self, form: str = "{}") -> str:
+        """Return the value in a form, as an error may show it."""
+        return "its value" if self.filled else form.format(shorten(str(self.value)))
 
 
 class Arguments(NamedTuple):
@@ -50,14 +62,15 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     at = _file_at(words)
     if at is None:
         return _read_flags(words)
+    if find_spec("omegaconf") is None:
+        return _read_plainly(words[at], [*words[:at], *words[at + 1 :]])
     tree, places, problems = _read_file(words[at])
     for place, override in _overrides([*words[:at], *words[at + 1 :]], problems):
         tree = _merged(tree, override, place, problems)
         places[override.partition("=")[0].partition(".")[0]] = place
-    values = _resolved(tree, places, words[at], problems)
-    return Arguments(
-        {name: Said(value, places.get(name, words[at])) for name, value in values.items()}, values, problems
-    )
+    values, filled = _resolved(tree, places, words[at], problems)
+    said = {name: Said(value, places.get(name, words[at]), name in filled) for name, value in values.items()}
+    return Arguments(said, values, problems)
 
 
 def _without_rank(words: Sequence[str]) -> Iterator[str]:
@@ -83,18 +96,27 @@ def _read_file(path: str) -> tuple[Any, dict[str, str], list[Problem]]:
     """Return a file as OmegaConf reads it, and the place of each of its keys."""
     from omegaconf import OmegaConf
 
-    root, problems = read_document(path)
-    if isinstance(root, Table) and not problems:
-        places = {name.text: f"{path}:{node.line}:{node.column}: {name.text}" for name, node in root.items}
+    root, problems = _read_root(path)
+    if root is not None and not problems:
+        places = {name.text: _place(path, name, node) for name, node in root.items}
         try:
             if path.lower().endswith(".json"):
                 return OmegaConf.create(json.loads(Path(path).read_text(encoding="utf-8-sig"))), places, problems
             return OmegaConf.load(path), places, problems
         except Exception as error:  # where OmegaConf's YAML 1.1 and our 1.2 part
             problems.append(Problem(path, "", _first_line(error)))
-    elif root is not None and not isinstance(root, Table):
-        problems.append(Problem(f"{path}:{root.line}:{root.column}", "", "expected a mapping of arguments"))
     return OmegaConf.create({}), {}, problems
+
+
+def _read_root(path: str) -> tuple[Table | None, list[Problem]]:
+    root, problems = read_document(path)
+    if root is None or isinstance(root, Table):
+        return root, problems
+    return None, [*problems, Problem(f"{path}:{root.line}:{root.column}", "", "expected a mapping of arguments")]
+
+
+def _place(path: str, name: Scalar, node: Node) -> str:
+    return f"{path}:{node.line}:{node.column}: {name.text}"
 
 
 def _merged(tree: Any, override: str, place: str, problems: list[Problem]) -> Any:
@@ -107,19 +129,27 @@ def _merged(tree: Any, override: str, place: str, problems: list[Problem]) -> An
         return tree
 
 
-def _resolved(tree: Any, places: Mapping[str, str], path: str, problems: list[Problem]) -> dict[str, Any]:
-    """Return the values with their ``${...}`` filled in, each key that can be."""
+def _resolved(
+    tree: Any, places: Mapping[str, str], path: str, problems: list[Problem]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return the values with their ``${...}`` filled in, each key that can be, and the keys that had any."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    values = {}
-    for name in tree:
+    values, filled = {}, set()
+    everything: Any = OmegaConf.to_container(tree, resolve=False)
+    for name, written in everything.items():
+        raw = str(written)
+        if FILLED in raw:
+            filled.add(str(name))
         try:
             value = tree[name]
             values[str(name)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            problems.append(Problem(places.get(str(name), path), "", _first_line(error)))
-    return values
+            # What is inside another ${...} is filled in by then, and stands in OmegaConf's message.
+            message = "a ${...} in its value can't be filled in" if NESTED.search(raw) else _first_line(error)
+            problems.append(Problem(places.get(str(name), path), "", message))
+    return values, filled
 
 
 def _overrides(words: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str]]:
@@ -148,6 +178,35 @@ def _stray(word: str) -> Problem:
     if word.lower().endswith(FILES):
         return Problem(word, "", "a second file", "name one; a TorchTurbo configuration has an option of its own")
     return Problem(word, "", "expected key=value", "quote values with blanks: 'run_name=my run'")
+
+
+# ---- a file without OmegaConf ----
+
+
+def _read_plainly(path: str, others: Sequence[str]) -> Arguments:
+    """Read a file and overrides where OmegaConf is not installed: nothing can run, but what is wrong can be told."""
+    root, problems = _read_root(path)
+    items = root.items if root is not None and not problems else []
+    said = {name.text: Said(_plain(node), _place(path, name, node)) for name, node in items}
+    for place, override in _overrides(others, problems):
+        name, _, text = override.partition("=")
+        if items and "." not in name:
+            said[name] = Said(_scalar(text), place)
+    if FILLED in str(said):  # what it stands for is not known
+        said = {}
+    return Arguments(said, {name: one.value for name, one in said.items()}, problems)
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node, Table):
+        return {name.text: _plain(value) for name, value in node.items}
+    if isinstance(node, Row):
+        return [_plain(value) for value in node.items]
+    return node.text if node.quoted else _scalar(node.text)
+
+
+def _scalar(text: str) -> Any:
+    return None if text in NULLS else _value([text])
 
 
 # ---- flags ----
@@ -198,7 +257,7 @@ def _underscored(word: str) -> str:
 
 def _short(word: str) -> str:
     name, _, value = word.partition("=")
-    return f"{name}={shorten(value)}"
+    return f"{name}={'...' if SECRET.search(name) else shorten(value)}"
 
 
 def _first_line(error: object) -> str:
