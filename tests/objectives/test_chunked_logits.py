@@ -55,6 +55,18 @@ def in_place(logits: Any) -> Any:
     return logits
 
 
+def in_place_after_views(logits: Any) -> Any:
+    """Change logits whose views are gone, or were copied."""
+    logits = logits.clone()  # the caller goes on holding the first
+    logits = logits.float().view(-1, TOKENS)
+    logits /= 2
+    copied, cast = logits.clone(), logits.double()
+    logits *= 3
+    copied.mul_(5)
+    cast.mul_(7)
+    return logits
+
+
 TREATMENTS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda logits: logits,
     "scale": lambda logits: logits * 0.3,
@@ -63,6 +75,7 @@ TREATMENTS: dict[str, Callable[[Any], Any]] = {
     "soft-capping": lambda logits: torch.tanh(logits / 2.0) * 2.0,
     "functions": lambda logits: torch.mul(torch.div(logits, 3), 2).neg().clamp(max=1.0),
     "in place": in_place,
+    "in place, after views": in_place_after_views,
     "scale of one number": lambda logits: logits * torch.tensor([0.3]),
     "bias": lambda logits: logits + torch.arange(TOKENS),
     "casts": lambda logits: logits.double().float().contiguous().to(torch.float64).clone(),
@@ -138,6 +151,37 @@ def test_anything_else_is_an_error_with_its_name(treatment: Callable[[Any], Any]
     """Never a number made of what only stands for logits."""
     with pytest.raises(UnknownOperation, match=told):
         treatment(DeferredLogits.of(Head(), HIDDEN, TOKENS, torch.float32))
+
+
+def after(view: Callable[[Any], Any], of_the_view: bool = False) -> Callable[[Any], Any]:
+    def treatment(logits: Any) -> Any:
+        other = view(logits)
+        other, logits = (logits, other) if of_the_view else (other, logits)
+        logits /= 2
+        return other
+
+    return treatment
+
+
+ALIASES = {
+    "of what was reshaped": after(lambda logits: logits.view(-1, TOKENS)),
+    "of a reshape": after(lambda logits: logits.reshape(-1, TOKENS), of_the_view=True),
+    "of a reshape's reshape": after(lambda logits: logits.flatten(0, 1).view(6, 1, TOKENS)),
+    "of what was cut": after(lambda logits: logits[..., :7]),
+    "of a cut": after(lambda logits: logits[..., :7], of_the_view=True),
+    "of what was cast to its own format": after(lambda logits: logits.float()),
+    "by a function": lambda logits: (logits.view(-1, TOKENS), torch.tanh_(logits)),
+    "of a view at once": lambda logits: logits.view(-1, TOKENS).mul_(2),
+}
+
+
+@pytest.mark.parametrize("treatment", ALIASES.values(), ids=list(ALIASES))
+def test_a_change_in_place_that_others_would_see_is_an_error(treatment: Callable[[Any], Any]) -> None:
+    """Real logits share their memory with their views; what is noted for one is not noted for the other."""
+    logits = DeferredLogits.of(Head(), HIDDEN, TOKENS, torch.float32)
+
+    with pytest.raises(UnknownOperation, match="in place while a view of them is in use"):
+        treatment(logits)
 
 
 LOSSES: dict[str, dict[str, Any]] = {

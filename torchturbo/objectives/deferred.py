@@ -10,6 +10,7 @@ what is done. Anything else is an :class:`UnknownOperation`, never a wrong numbe
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ class DeferredLogits(Tensor):
     head: Any
     hidden: Tensor
     operations: tuple[Operation, ...]
+    names: list[weakref.ref[DeferredLogits]]
+    """All that stand for the same memory: real logits would change under each name when they do under one."""
 
     @classmethod
     def of(
@@ -77,7 +80,14 @@ class DeferredLogits(Tensor):
         zero = torch.zeros((), dtype=dtype, device=hidden.device)
         deferred = zero.expand(*hidden.shape[:-1], size).as_subclass(cls)
         deferred.head, deferred.hidden, deferred.operations = head, hidden, operations
+        deferred.names = [weakref.ref(deferred)]
         return deferred
+
+    def shared_with(self, other: DeferredLogits) -> DeferredLogits:
+        """Say that these are a view of others' memory, or may be; return them."""
+        self.names = other.names
+        self.names.append(weakref.ref(self))
+        return self
 
     @classmethod
     def __torch_function__(
@@ -121,7 +131,7 @@ def _reshaped(logits: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: 
     if shape[-1:] != logits.shape[-1:]:
         raise UnknownOperation(f"{_called(func)} to {list(shape)} from {list(logits.shape)}")
     hidden = logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])
-    return DeferredLogits.of(logits.head, hidden, shape[-1], logits.dtype, logits.operations)
+    return DeferredLogits.of(logits.head, hidden, shape[-1], logits.dtype, logits.operations).shared_with(logits)
 
 
 def _vocabulary_cut(logits: DeferredLogits, index: Any) -> tuple[Any, ...] | None:
@@ -138,7 +148,11 @@ def _noted(logits: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: Map
     name = getattr(func, "__name__", "")
     plain = name.strip("_")
     in_place = plain in IN_PLACE or (name.endswith("_") and not name.startswith("_"))
-    if in_place:  # done to a chunk it would overwrite what autograd may need
+    if in_place:
+        others = [reference() for reference in logits.names]
+        if any(other is not None and other is not logits for other in others):
+            raise UnknownOperation(f"{_called(func)} in place while a view of them is in use")
+        # done to a chunk in place it would overwrite what autograd may need
         func = getattr(Tensor, IN_PLACE.get(plain, plain))
     operation = Operation(func, tuple(PLACEHOLDER if value is logits else value for value in args), dict(kwargs))
     try:
@@ -152,7 +166,8 @@ def _noted(logits: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: Map
     if in_place:
         logits.operations = operations
         return logits
-    return DeferredLogits.of(logits.head, logits.hidden, result.shape[-1], result.dtype, operations)
+    made = DeferredLogits.of(logits.head, logits.hidden, result.shape[-1], result.dtype, operations)
+    return made.shared_with(logits) if plain == "getitem" or (unchanged and plain != "clone") else made
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
