@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from counts import causal_pairs
 from ranks import run_ranks
 from transformers import TrainerCallback
 
 from torchturbo.observe import mfu
-from torchturbo.observe.flops import FULL, causal_pairs
+from torchturbo.observe.flops import FULL
 from torchturbo.observe.matmuls import count
 from torchturbo.observe.mfu import Clock, Meter
 from torchturbo.plugins.contract import Run

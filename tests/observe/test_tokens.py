@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from counts import causal_pairs
 from torch import Tensor
 
-from torchturbo.observe.flops import FULL, Span, causal_pairs
+from torchturbo.observe.flops import FULL, Span
 from torchturbo.observe.tokens import tally
 from torchturbo.train.batches import Collator, pack
 

@@ -17,7 +17,7 @@ Conventions (docs/guides/observing.md says them to users):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,26 +68,18 @@ class Flops:
         """The spans for which the causal figure needs a number of pairs."""
         return tuple(sorted({part.span for part in self.parts if part.pair}))
 
-    def forward(self, tokens: float, squares: float) -> float:
-        """Return the flops of a forward pass: ``tokens`` in all, ``squares`` the sum of their documents' L^2."""
-        return OPERATIONS * sum(part.forward * tokens + part.pair * squares for part in self.parts)
-
-    def model(self, tokens: float, squares: float) -> float:
-        """Return the flops that training on these tokens needs, full mask."""
-        return self._training(tokens, dict.fromkeys(self.spans, squares))
+    def model(self, tokens: float, squared_lengths: float) -> float:
+        """Return the flops that training needs, full mask: documents of L tokens have L^2 pairs, summed over them."""
+        return self._training(tokens, dict.fromkeys(self.spans, squared_lengths))
 
     def causal(self, tokens: float, pairs: Mapping[Span, float]) -> float:
         """Return the flops that training needs for the pairs that the mask lets through, by span."""
         return self._training(tokens, pairs)
 
-    def hardware(self, tokens: float, squares: float) -> float:
+    def hardware(self, tokens: float, squared_lengths: float) -> float:
         """Return the flops with what is recomputed, full mask."""
-        again = sum(part.recomputed * tokens + part.pair_recomputed * squares for part in self.parts)
-        return self.model(tokens, squares) + OPERATIONS * again
-
-    def with_parts(self, parts: Iterable[Part]) -> Flops:
-        """Return the flops with further parts."""
-        return Flops((*self.parts, *parts), self.left_out)
+        again = sum(part.recomputed * tokens + part.pair_recomputed * squared_lengths for part in self.parts)
+        return self.model(tokens, squared_lengths) + OPERATIONS * again
 
     def _training(self, tokens: float, pairs: Mapping[Span, float]) -> float:
         return OPERATIONS * sum(
@@ -95,14 +87,3 @@ class Flops:
             + (part.pair + part.pair_backward) * (pairs[part.span] if part.pair else 0)
             for part in self.parts
         )
-
-
-def causal_pairs(length: int, span: Span) -> int:
-    """Return how many (query, key) pairs a document of ``length`` tokens has under a causal mask."""
-    if span.kind == "sliding":
-        inside = min(length, span.size)
-        return inside * (inside + 1) // 2 + (length - inside) * span.size
-    if span.kind == "chunked":
-        chunks, rest = divmod(length, span.size)
-        return chunks * span.size * (span.size + 1) // 2 + rest * (rest + 1) // 2
-    return length * (length + 1) // 2

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import import_module
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from torchturbo.engine.model import base_model
+from torchturbo.objectives import chunked
 from torchturbo.observe.flops import FULL, Flops, Part, Span
+from torchturbo.observe.gradients import AFTER_MLP, ATTENTION, BEFORE_ATTENTION, NORM, OUTPUT, follow
+from torchturbo.observe.weights import weights_in_use
 
-ATTENTION = re.compile(r"(self_)?(attn|attention)")
-"""Name of a decoder layer's attention."""
-OUTPUT = ("o_proj", "c_proj", "out_proj", "dense", "wo")
-"""Names of an attention's last projection, whose input is heads * value dimension."""
-AFTER_MLP = re.compile(r"post_(feedforward|feed_forward|mlp|ffw|ffn)")
-"""Name of a norm behind a layer's last projection."""
 ROUTER_CLASS = re.compile(r"Router|Gate")
 ROUTER = re.compile(r"router|gate|\w+_gate")
 """Name of a linear layer whose output only weighs another's."""
@@ -38,6 +35,8 @@ class Product(NamedTuple):
     """One matrix product: a weight, and how many multiply-adds it costs a token."""
 
     name: str
+    module: nn.Module
+    """The module that holds the weight."""
     weight: Tensor
     cost: float
     linear: bool
@@ -66,7 +65,7 @@ def count(model: nn.Module) -> Flops:
         part, below = _layer_part(f"layer {index}", layer, index, config, below, _checkpointing(layer, decoder))
         parts.append(part)
     parts += _around(decoder, layers, config, _input_needs_gradient(base, layers))
-    parts += _heads(base, decoder, config, below, _recomputes_head(model))
+    parts += _heads(base, decoder, config, below, chunked.recomputes(model))
     return Flops(tuple(parts), _left_out(base, decoder))
 
 
@@ -85,29 +84,37 @@ def _layer_part(
 ) -> tuple[Part, bool]:
     """Return a layer's part, and whether a gradient flows out of it into the next one's input.
 
-    ``below`` says whether a gradient is needed of its input. In the lowest layer that trains anything, products are
-    taken in the order in which the layer registers them, its norms first.
+    ``below`` says whether a gradient is needed of its input.
     """
     products = list(_products(layer, config))
-    pair, span = _attention(layer, index, config)
-    trained = [weight for weight in layer.parameters() if weight.requires_grad]
+    pair = _attention(layer, index, config)
+    weights = list(weights_in_use(layer))
+    trained = any(weight.tensor.requires_grad for weight in weights)
     # Reentrant checkpointing gives a trained layer inputs that require grad, since it would have no gradient otherwise.
-    flows = below or any(weight.dim() < 2 for weight in trained) or (checkpointing == "reentrant" and bool(trained))
-    inputs = weights = 0.0
-    attention_flows = flows  # whether a gradient is needed of queries, keys or values
-    for product in products:
-        inputs += product.cost * flows
-        weights += product.cost * product.weight.requires_grad
-        flows = flows or product.weight.requires_grad
-        module, _, rest = product.name.partition(".")
-        if ATTENTION.fullmatch(module) and rest.partition(".")[0] not in OUTPUT:
-            attention_flows = flows
-    forward = sum(product.cost for product in products)
-    again = _recomputed(layer, products, checkpointing) if flows else 0.0
+    needed = below or (checkpointing == "reentrant" and trained)
+    found = follow(weights, needed, _side_by_side(layer, config))
+    again = _recomputed(layer, products, checkpointing) if found.output else 0.0
     part = Part(
-        name, forward, inputs, weights, again, pair, 2 * pair * attention_flows, pair if again else 0.0, span
-    )  # fmt: skip
-    return part, flows
+        name,
+        forward=sum(product.cost for product in products),
+        inputs=sum(product.cost for product in products if found.inputs[product.name]),
+        weights=sum(product.cost for product in products if product.weight.requires_grad),
+        recomputed=again,
+        pair=pair.scores + pair.values,
+        # scores = queries x keys, out = scores x values: each product has a gradient for each of its two factors
+        pair_backward=pair.scores * (found.queries + found.keys)
+        + pair.values * ((found.queries or found.keys) + found.values),
+        pair_recomputed=pair.scores + pair.values if again else 0.0,
+        span=pair.span,
+    )
+    return part, found.output
+
+
+def _side_by_side(layer: nn.Module, config: Any) -> bool:
+    """Return whether a layer's MLP takes the layer's input, as its attention does."""
+    said = [getattr(config, name, None) for name in ("use_parallel_residual", "parallel_attn")]
+    norms = [name for name, _ in layer.named_children() if NORM.search(name)]
+    return any(said) or (len(norms) == 1 and BEFORE_ATTENTION.match(norms[0]) is not None)
 
 
 def _recomputed(layer: nn.Module, products: list[Product], checkpointing: str) -> float:
@@ -119,11 +126,19 @@ def _recomputed(layer: nn.Module, products: list[Product], checkpointing: str) -
     if not checkpointing:
         return 0.0
     again = sum(product.cost for product in products)
-    behind = any(AFTER_MLP.match(name) and hasattr(child, "weight") for name, child in layer.named_children())
-    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
-    if checkpointing == "non-reentrant" and products and products[-1].linear and not behind and not drops:
+    if checkpointing == "non-reentrant" and products and products[-1].linear and not _behind(layer, products[-1]):
         again -= products[-1].cost
     return again
+
+
+def _behind(layer: nn.Module, last: Product) -> bool:
+    """Return whether something that keeps its input for backward stands behind a layer's last product."""
+    modules = list(layer.named_modules())
+    at = next(at for at, (_, module) in enumerate(modules) if module is last.module)
+    after = [module for _, module in modules[at + 1 :]]
+    after += [module for name, module in modules if AFTER_MLP.match(name)]
+    norm = any(AFTER_MLP.match(name) and hasattr(module, "weight") for name, module in modules)
+    return norm or any(isinstance(module, nn.Dropout) and module.p > 0 for module in after)
 
 
 def _checkpointing(layer: nn.Module, decoder: nn.Module) -> str:
@@ -131,34 +146,60 @@ def _checkpointing(layer: nn.Module, decoder: nn.Module) -> str:
     for module in (layer, decoder):
         if getattr(module, "gradient_checkpointing", False):
             function = getattr(module, "_gradient_checkpointing_func", None)
-            keywords = getattr(function, "keywords", None) or {}
-            return "reentrant" if keywords.get("use_reentrant", True) else "non-reentrant"
+            return "reentrant" if _is_reentrant(function) else "non-reentrant"
     return ""
+
+
+def _is_reentrant(function: Any) -> bool:
+    """Return what Transformers told torch's checkpoint function; the engine may have put a function around it."""
+    if not isinstance(function, partial):
+        return True  # what torch does that is not told
+    if "use_reentrant" in function.keywords:
+        return bool(function.keywords["use_reentrant"])
+    inner = [arg for arg in function.args if isinstance(arg, partial)]
+    return _is_reentrant(inner[0]) if inner else True
 
 
 def _products(root: nn.Module, config: Any) -> Iterator[Product]:
     """Yield the matrix products of a module in the order in which it registers them."""
-    for name, module in root.named_modules():
-        for kind, weight in module.named_parameters(recurse=False):
-            if weight.dim() < 2 or kind.endswith("bias") or isinstance(module, nn.Embedding):
-                continue
-            path = f"{name}.{kind}".lstrip(".")
-            yield Product(path, weight, *_cost(path, module, weight, config))
+    for path, module, weight in weights_in_use(root):
+        if weight.dim() >= 2 and not path.endswith("bias") and not isinstance(module, nn.Embedding):
+            yield Product(path, module, weight, *_cost(path, root, module, weight, config))
 
 
-def _cost(path: str, module: nn.Module, weight: Tensor, config: Any) -> tuple[float, bool]:
+def _cost(path: str, root: nn.Module, module: nn.Module, weight: Tensor, config: Any) -> tuple[float, bool]:
     """Return a weight's multiply-adds a token, and whether its module is a linear layer of the layer's own line."""
     linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     size = (
         module.in_features * module.out_features if isinstance(module, nn.Linear) else weight.numel()
     )  # packed or not
     if weight.dim() == 2 and (linear or ROUTER_CLASS.search(type(module).__name__)):
-        if "experts" in path.split(".")[:-2]:  # experts that are modules of their own, each met by its share of tokens
-            return size * _active(config) / _experts(config), False
+        if held := _experts_beside(
+            path, root
+        ):  # experts that are modules of their own, each met by its share of tokens
+            return size * _active(config) / held, False
         return float(size), linear and not ROUTER.fullmatch(path.rpartition(".")[0].rpartition(".")[2])
-    if weight.dim() == 3 and weight.shape[0] == _experts(config):
+    if weight.dim() == 3 and _holds_experts(path, module, weight.shape[0], config):
         return weight.numel() / weight.shape[0] * _active(config), False
     raise Uncountable(f"{path} of {type(module).__name__} is no weight of a matrix product that is known")
+
+
+def _experts_beside(path: str, root: nn.Module) -> int:
+    """Return how many experts stand in the list that holds this one; 0 for a weight of no such list."""
+    words = path.split(".")
+    at = words.index("experts") if "experts" in words else len(words)
+    if any(word.startswith("lora_") for word in words[at + 1 : at + 2]):
+        raise Uncountable(f"{path} adapts all experts at once, in a way that is not known")
+    if at + 1 >= len(words) or not words[at + 1].isdigit():
+        return 0
+    return len(list(root.get_submodule(".".join(words[: at + 1])).children()))
+
+
+def _holds_experts(path: str, module: nn.Module, number: int, config: Any) -> bool:
+    """Return whether a tensor's first dimension are all experts, or a rank's share of them."""
+    experts = _experts(config)
+    named = "expert" in f"{path}.{type(module).__name__}".lower()
+    return number > 0 and (number == experts or (named and experts > 0 and experts % number == 0))
 
 
 def _experts(config: Any) -> int:
@@ -175,8 +216,18 @@ def _active(config: Any) -> int:
     raise Uncountable(f"{type(config).__name__} does not say how many experts a token meets")
 
 
-def _attention(layer: nn.Module, index: int, config: Any) -> tuple[float, Span]:
-    """Return the multiply-adds of a (query, key) pair in a layer, and what its queries see.
+class Pair(NamedTuple):
+    """What a (query, key) pair costs in a layer, in multiply-adds, and which pairs there are."""
+
+    scores: float
+    """The product of query and key."""
+    values: float
+    """The weighted value."""
+    span: Span
+
+
+def _attention(layer: nn.Module, index: int, config: Any) -> Pair:
+    """Return what a (query, key) pair costs in a layer.
 
     A head takes the product of query and key (qk dimension) and adds the value, weighted (v dimension).
     """
@@ -193,7 +244,7 @@ def _attention(layer: nn.Module, index: int, config: Any) -> tuple[float, Span]:
     width = _input_width(attention)
     if width is None or width % value:
         raise Uncountable(f"{type(attention).__name__} has no output projection whose heads can be counted")
-    return width // value * (qk + value), _span(kind, config)
+    return Pair(width // value * qk, width, _span(kind, config))
 
 
 def _split(config: Any, heads: int) -> int:
@@ -241,7 +292,7 @@ def _around(decoder: nn.Module, layers: nn.ModuleList, config: Any, below: bool)
     outside = [product for product in _products(decoder, config) if id(product.weight) not in inside]
     return [
         Part(name, cost, cost * (below and weight.requires_grad), cost * weight.requires_grad)
-        for name, weight, cost, _ in outside
+        for name, _, weight, cost, _ in outside
     ]
 
 
@@ -251,7 +302,7 @@ def _heads(base: Any, decoder: nn.Module, config: Any, below: bool, recomputed: 
     return [
         Part(name, cost, cost * (below or norms), cost * weight.requires_grad, cost if recomputed else 0.0)
         for name, head in _head_modules(base)
-        for _, weight, cost, _ in _products(head, config)
+        for _, _, weight, cost, _ in _products(head, config)
     ]
 
 
@@ -271,8 +322,3 @@ def _left_out(base: Any, decoder: nn.Module) -> str:
         if id(weight) not in counted and weight.dim() > 1:
             names[name.removeprefix(f"{base.base_model_prefix}.").split(".")[0]] = None
     return ", ".join(names)
-
-
-def _recomputes_head(model: nn.Module) -> bool:
-    """Return whether the loss computes the head a second time in backward."""
-    return bool(import_module("torchturbo.objectives.chunked").recomputes(model))
