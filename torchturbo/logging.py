@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import logging
+    from collections.abc import Iterator
 
-__all__ = ["LogLevel", "TurboLogger", "get_logger", "set_log_level"]
+__all__ = ["LogLevel", "TurboLogger", "at_least", "get_logger", "set_log_level"]
 
 ROOT = "torchturbo"
 
@@ -89,6 +91,20 @@ def set_log_level(level: LogLevel) -> None:
 
     _set_up()
     logging.getLogger(ROOT).setLevel(int(level))
+
+
+@contextmanager
+def at_least(level: LogLevel) -> Iterator[None]:
+    """Let no line below a level through in this block; a level that is higher already stays."""
+    import logging
+
+    logger = logging.getLogger(ROOT)
+    before = logger.level
+    logger.setLevel(max(before, int(level)))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _is_rank0() -> bool:

@@ -91,6 +91,14 @@ def loss_clash(config: EngineConfig, smoothing: float, own_loss: Any = None, *, 
     return Problem(outside[0], CHUNKED, message, "leave one of them out")
 
 
+def compile_clash(config: EngineConfig, compiled: bool, *, typed: bool = False) -> Problem | None:
+    """Return a problem where chunks are asked for and torch.compile, which can't follow logits that wait for a loss."""
+    if not (config.loss_chunk.enabled and compiled):
+        return None
+    message = f"torch.compile can't follow the logits of a chunked loss, and {config.origin(CHUNKED).place or CHUNKED} asks for it"
+    return Problem(place("torch_compile", typed), CHUNKED, message, "leave one of them out")
+
+
 def term_clashes(
     plugins: Sequence[Plugin], smoothing: float, own_loss: Any = None, *, typed: bool = False
 ) -> list[Problem]:

@@ -15,7 +15,7 @@ from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
 from torchturbo.checkpoint.record import read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_flag, resume_problems
-from torchturbo.errors import ConfigError, Problem, shorten
+from torchturbo.errors import ConfigError, Problem, fail, shorten
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.plugins.load import plugin_facts
@@ -54,12 +54,16 @@ class CheckpointMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is compared with this run first."""
-        if resume_from_checkpoint:
-            with together("comparing with the checkpoint"):
-                resume_from_checkpoint = str(self._checkpoint(resume_from_checkpoint))
-        if self.args.should_save:
-            clear_staging(Path(self.args.output_dir))
         with self.turbo.context.hooks.ending():
+            if resume_from_checkpoint:
+                with together("comparing with the checkpoint"):
+                    resume_from_checkpoint = str(self._checkpoint(resume_from_checkpoint))
+            if self.model is not None and not any(parameter.requires_grad for parameter in self.model.parameters()):
+                fail([Problem("", "", "nothing is left to train: every parameter is frozen", "freeze less")])
+            if self.args.should_save:
+                clear_staging(Path(self.args.output_dir))
+            if self.model is not None and not self.turbo.owns(self.model):
+                self.turbo.prepare(self.model)  # another trainer was made of the same model since, or it was released
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _checkpoint(self, wanted: str | bool) -> Path:
@@ -103,9 +107,11 @@ class CheckpointMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._resuming = True
-        with _loading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        self._resuming = False
+        try:
+            with _loading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        finally:
+            self._resuming = False
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint whose weights lack some of the model's, which would go on with the ones it was loaded from.
@@ -162,18 +168,18 @@ class CheckpointMixin:
         staged = staging_folder(run_dir)
         self._staged = staged
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            self.turbo.context.hooks.call("save_checkpoint", staged / name)
+            with together("saving the checkpoint"):  # one rank's full disk ends all of them
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                self.turbo.context.hooks.call("save_checkpoint", staged / name)
         except BaseException:
             shutil.rmtree(staged / name, ignore_errors=True)
             raise
         finally:
             self._staged = None
         self._correct_best(staged, run_dir)
-        _barrier()
-        if self.args.should_save:
-            self._publish(staged / name, run_dir / name)
-        _barrier()
+        with together("publishing the checkpoint"):
+            if self.args.should_save:
+                self._publish(staged / name, run_dir / name)
 
     def _correct_best(self, staged: Path, run_dir: Path) -> None:
         best = self.state.best_model_checkpoint

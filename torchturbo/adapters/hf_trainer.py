@@ -20,6 +20,7 @@ from transformers.trainer_callback import TrainerCallback
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import (
     clashes,
+    compile_clash,
     framework_values,
     loss_clash,
     place,
@@ -34,34 +35,44 @@ from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.config import merge_args
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
-from torchturbo.engine.hooks import Hooks
+from torchturbo.engine.hooks import Hooks, PluginError, name_of
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
 from torchturbo.parallel.batch import BatchPlan
-from torchturbo.plugins.contract import Run
-from torchturbo.plugins.load import load_plugins
+from torchturbo.plugins.contract import Plugin, Run
+from torchturbo.plugins.load import equal_names, load_plugins
 from torchturbo.runtime import current_runtime
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchturbo.engine.config import EngineConfig
-    from torchturbo.plugins.contract import Plugin
     from torchturbo.runtime import Runtime
 
 log = get_logger(__name__)
 
 
 class TurboMixin(CheckpointMixin):
-    """Puts the engine under the Trainer class that follows it in the method order."""
+    """Puts the engine under the Trainer class that follows it in the method order.
+
+    Parameters, beside those of that class
+    --------------------------------------
+    turbo_config
+        The configuration; without one the process-wide arguments are read.
+    turbo_plugins
+        Plugins made in code, which follow those that the configuration names.
+    turbo_loaded
+        The plugins that the configuration names, where the caller has loaded them already.
+
+    """
 
     turbo: Engine
     """The engine, from the first line of Trainer's constructor on."""
     turbo_plan: BatchPlan
     """What one optimizer step consists of."""
     turbo_announces: bool = True
-    """Whether the start says what is in force; a program that has its own start lines turns it off."""
+    """Whether the start sets the log level and says what is in force; a program that does so itself turns it off."""
     turbo_framework: str = "hf_trainer"
     """The framework whose plugins are activated, one of :data:`torchturbo.plugins.contract.FRAMEWORKS`."""
 
@@ -78,21 +89,23 @@ class TurboMixin(CheckpointMixin):
         self,
         *args: Any,
         turbo_config: EngineConfig | None = None,
-        turbo_plugins: Sequence[Plugin] | None = None,
+        turbo_plugins: Sequence[Plugin] = (),
+        turbo_loaded: Sequence[Plugin] | None = None,
         **kwargs: Any,
     ) -> None:
         self._turbo_config = turbo_config
-        self._turbo_plugins = turbo_plugins
+        self._given_plugins = turbo_plugins
+        self._loaded_plugins = turbo_loaded
         self._shown_optimizer: Any = None
         self._logged_step = 0
         self._step_begins = False
         try:
             super().__init__(*args, **kwargs)
+            self._settle_loss_owner()
         except BaseException as error:  # a run that can't be set up is over for its plugins too
             if hasattr(self, "turbo"):
                 self.turbo.context.hooks.give_up(error)
             raise
-        self._settle_loss_owner()
         self.add_callback(_Places(self))
 
     # Trainer's constructor calls this first, with `self.args` and `self.model` set and nothing derived from them yet.
@@ -134,7 +147,8 @@ class TurboMixin(CheckpointMixin):
         args = self.args
         said = said_values(args)
         config = self._build_config(said) if self._turbo_config is None else self._checked(self._turbo_config, said)
-        base.apply_log_level(config)
+        if self.turbo_announces:
+            base.apply_log_level(config)
         plan = base.plan_batch(
             config, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
         )
@@ -144,7 +158,7 @@ class TurboMixin(CheckpointMixin):
         hooks, wrong = self._hooks(config, runtime)
         engine = Engine(config, Context(runtime, args.world_size, args.process_index, hooks=hooks))
         problems += wrong
-        if clash := loss_clash(config, args.label_smoothing_factor):
+        if clash := loss_clash(config, args.label_smoothing_factor) or compile_clash(config, args.torch_compile):
             problems.append(clash)
         problems += term_clashes(hooks.plugins, args.label_smoothing_factor)
         if self.model is not None:
@@ -177,10 +191,17 @@ class TurboMixin(CheckpointMixin):
 
     def _hooks(self, config: EngineConfig, runtime: Runtime) -> tuple[Hooks, list[Problem]]:
         """Return the plugins of this run, the user's and the engine's own, and what is wrong with the user's."""
-        plugins = self._turbo_plugins
+        loaded: Sequence[Plugin] | None = self._loaded_plugins
         problems: list[Problem] = []
-        if plugins is None:
-            plugins, problems = load_plugins(config, self.turbo_framework)
+        if loaded is None:
+            loaded, problems = load_plugins(config, self.turbo_framework)
+        wrong = [plugin for plugin in self._given_plugins if not isinstance(plugin, Plugin)]
+        problems += [
+            Problem("turbo_plugins", "", f"{plugin!r:.60} is no plugin", "give objects of Plugin's subclasses")
+            for plugin in wrong
+        ]
+        plugins = [*loaded, *(plugin for plugin in self._given_plugins if plugin not in wrong)]
+        problems = problems or equal_names(plugins)
         args = self.args
         output_dir = Path(args.output_dir)
         run = Run(config, runtime, args.world_size, args.process_index, output_dir, self.turbo_framework, trainer=self)
@@ -298,10 +319,19 @@ class TurboMixin(CheckpointMixin):
         return micro_batches, count
 
     def _tell_step_begins(self, micro_batches: list[Any]) -> None:
-        """Call the plugins once a step, before its tokens are counted: they may change the batches."""
-        if self._step_begins:
-            self._step_begins = False
-            self.turbo.context.hooks.call("step_begin", micro_batches)
+        """Call the plugins once a step, before its tokens are counted: they may change the batches.
+
+        A dataset that does not know its length ends with a window without a batch, which is no step on any rank.
+        """
+        if not (self._step_begins and micro_batches):
+            return
+        self._step_begins = False
+        hooks, count = self.turbo.context.hooks, len(micro_batches)
+        for plugin in hooks.plugins:
+            hooks.call_one(plugin, "step_begin", micro_batches)
+            if len(micro_batches) != count:  # Trainer has planned the accumulation, and the ranks agree on it
+                message = f"made {len(micro_batches)} micro-batches of {count}; change batches, not their number"
+                raise PluginError(f"plugin {name_of(plugin)}: step_begin: {message}")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; what plugins and loss terms have to say stands beside the training loss, for every logger alike."""

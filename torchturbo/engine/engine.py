@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import nn
 
 from torchturbo.engine import pipeline
 from torchturbo.engine.context import Context
-from torchturbo.engine.model import set_cache
+from torchturbo.engine.model import base_model, set_cache
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
     from torchturbo.engine.config import EngineConfig
     from torchturbo.errors import Problem
+
+
+OWNERS: WeakKeyDictionary[nn.Module, ref[Engine]] = WeakKeyDictionary()
+"""The engine that prepared a model last."""
 
 
 class Engine:
@@ -46,7 +50,13 @@ class Engine:
         pipeline.undo(model)
         self._use_cache = set_cache(model, False)
         pipeline.apply(model, self.config, self.context)
+        OWNERS[base_model(model)] = ref(self)
         return model
+
+    def owns(self, model: nn.Module) -> bool:
+        """Return whether this engine was the last to prepare a model, and has not released it."""
+        owner = OWNERS.get(base_model(model))
+        return owner is not None and owner() is self
 
     @contextmanager
     def cache_as_found(self, model: nn.Module) -> Iterator[None]:
@@ -61,6 +71,7 @@ class Engine:
         """Make a trained model ready for use, in place: as its class wrote it, with the weights that were trained."""
         set_cache(model, self._use_cache)
         pipeline.undo(model)
+        OWNERS.pop(base_model(model), None)
         return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -35,6 +35,8 @@ class Hooks:
     def __init__(self, run: Run | None = None, plugins: Sequence[Plugin] = ()) -> None:
         self.run = run
         self.plugins = tuple(plugins)
+        self.end_errors: list[PluginError] = []
+        """What plugins got wrong at the end of the last run that ended well."""
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of every plugin.
@@ -72,7 +74,12 @@ class Hooks:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Tell every plugin once that the run is over, when this block is left, however it is left."""
+        """Tell every plugin once that the run is over, when this block is left, however it is left.
+
+        What a plugin gets wrong then is an error in the log and in ``end_errors``, and not raised: the run's model is
+        still to be saved.
+        """
+        self.end_errors = []
         if self.run is not None:
             self.run.error = None
         try:
@@ -80,8 +87,9 @@ class Hooks:
         except BaseException as cause:
             self.give_up(cause)
             raise
-        if errors := self._end():
-            raise errors[0]
+        self.end_errors = self._end()
+        for error in self.end_errors:
+            log.error("%s", error)
 
     def give_up(self, cause: BaseException) -> None:
         """Tell every plugin that the run is over because of an error, which is the one to be seen: theirs are warnings."""

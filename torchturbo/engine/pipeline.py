@@ -54,7 +54,12 @@ STEPS: tuple[Step, ...] = (
         check="torchturbo.engine.steps.freeze:check",
         undo="torchturbo.engine.steps.freeze:undo",
     ),
-    Step("precision", "torchturbo.engine.steps.precision:apply", ("mixed_precision",)),
+    Step(
+        "precision",
+        "torchturbo.engine.steps.precision:apply",
+        ("mixed_precision",),
+        check="torchturbo.engine.steps.precision:check",
+    ),
     Step(
         "ops",
         "torchturbo.engine.steps.ops:apply",
@@ -73,6 +78,7 @@ STEPS: tuple[Step, ...] = (
         "activation checkpointing",
         "torchturbo.engine.steps.activation_checkpointing:apply",
         ("activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"),
+        check="torchturbo.engine.steps.activation_checkpointing:check",
         undo="torchturbo.engine.steps.activation_checkpointing:undo",
     ),
     Step("plugins: before shard", "torchturbo.engine.steps.plugins:before_shard"),

@@ -41,8 +41,9 @@ def valid_targets(batch: Mapping[str, Any]) -> int:
 
 
 def scale(numerator: Tensor, denominator: Tensor, ranks: int) -> Tensor:
-    """Return ``R * numerator / denominator``; a window without any target has loss 0, not NaN."""
-    return numerator * (ranks / denominator.clamp(min=1))
+    """Return ``R * numerator / denominator``; a window without any weight has loss 0, not NaN."""
+    weighted = denominator > 0
+    return numerator * (ranks * weighted / torch.where(weighted, denominator, 1.0))
 
 
 def own_loss_function(base: nn.Module) -> Any:

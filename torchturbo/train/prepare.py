@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes, loss_clash, taken_over, term_clashes
+from torchturbo.adapters.hf_arguments import clashes, compile_clash, loss_clash, taken_over, term_clashes
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import put_back
@@ -146,14 +146,10 @@ def _check(
     problems += clashes({"accelerator_config": training.accelerator_config}, typed=True)
     if training.eval_strategy != "no" and not data.eval_dataset:
         problems.append(Problem("--eval_strategy", "", "there is nothing to evaluate on", "give --eval_dataset"))
-    if config.mixed_precision == "bf16" and not runtime.supports_bf16():
-        where = config.origin("mixed_precision").place
-        problems.append(
-            Problem(where, "mixed_precision", f"{runtime.device_name()} does not compute in bf16", "use fp32")
-        )
     for problem in (
         scheduler_problem(training),
         loss_clash(config, training.label_smoothing_factor, typed=True),
+        compile_clash(config, training.torch_compile, typed=True),
         attention_problem(model.attn_implementation, runtime),
     ):
         if problem is not None:

@@ -21,11 +21,12 @@ from torchturbo.checkpoint.files import clear_staging, publish_files, remove, st
 from torchturbo.checkpoint.record import CONFIG_NAME, write_record
 from torchturbo.checkpoint.resume import checkpoints
 from torchturbo.engine.config import EngineConfig
+from torchturbo.engine.hooks import PluginError
 from torchturbo.engine.model import set_cache
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.generated.keys import KEYS
-from torchturbo.logging import get_logger
+from torchturbo.logging import LogLevel, at_least, get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.train.batches import Collator, packing_leak
 from torchturbo.train.commandline import Command, read_command
@@ -89,7 +90,7 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
     say: Callable[..., None] = _nothing if quiet else log.info_rank0
     job = prepare(command)
     _announce(job, say)
-    with restored_determinism(), library_bars(shown=False):
+    with restored_determinism(), library_bars(shown=False), at_least(LogLevel.WARNING if quiet else LogLevel.DEBUG):
         with together("loading the model"), library_bars(shown=not quiet and sys.stderr.isatty()):
             model = load_model(job.model_arguments, job.model_config)
         with together("checking the model"):
@@ -98,6 +99,8 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
         with _output_of_its_own(job):
             result = _train(job, model, callbacks, quiet)
     _summarise(result, say)
+    for error in result.trainer.turbo.context.hooks.end_errors:
+        raise PluginError(f"{error}; the model is saved") from error
     return result
 
 
@@ -108,7 +111,8 @@ def _train(job: Job, model: Any, callbacks: Sequence[Any], quiet: bool) -> Train
     started = time.monotonic()
     try:
         if job.is_finished:
-            _load_finished(job, trainer)
+            with trainer.turbo.context.hooks.ending():
+                _load_finished(job, trainer)
         else:
             trainer.train(str(job.resume) if job.resume else None)
     finally:
@@ -168,7 +172,7 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
         data_collator=Collator(pad_token_id(job.tokenizer)),
         callbacks=list(callbacks),
         turbo_config=job.config,
-        turbo_plugins=job.plugins,
+        turbo_loaded=job.plugins,
     )
     trainer.turbo_facts = job.facts
     for theirs in (PrinterCallback, ProgressCallback):  # --disable_tqdm false would draw a second bar over the line

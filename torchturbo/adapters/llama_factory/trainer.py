@@ -41,7 +41,7 @@ class LlamaFactoryMixin(TurboMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.turbo_facts = self.launch.facts
-        super().__init__(*args, turbo_config=self.launch.config, turbo_plugins=self.launch.plugins, **kwargs)
+        super().__init__(*args, turbo_config=self.launch.config, turbo_loaded=self.launch.plugins, **kwargs)
 
     def _start_engine(self) -> None:
         if (problem := quantised(self.model)) is not None:

@@ -17,8 +17,23 @@ if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
 
-KEY = "activation_checkpointing.enabled"
+KEY, REENTRANT = "activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"
 log = get_logger(__name__)
+
+
+def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
+    """Return a problem where somebody asked for checkpointing that the model does not have, or that loses gradients."""
+    section, base = config.activation_checkpointing, base_model(model)
+    if not section.enabled:
+        return []
+    if not getattr(base, "supports_gradient_checkpointing", False):
+        message = f"{type(base).__name__} does not support activation checkpointing"
+        return [Problem(config.origin(KEY).place, KEY, message, "set it to false")] if config.origin(KEY).layer else []
+    if section.use_reentrant and getattr(getattr(base, "config", None), "output_router_logits", False):
+        # They are collected while the layers run forward, which the reentrant kind does without a graph.
+        message = "the model's router loss would get no gradient (output_router_logits)"
+        return [Problem(config.origin(REENTRANT).place, REENTRANT, message, "set it to false")]
+    return []
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
@@ -32,7 +47,10 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         undo(model)
         return
     if not getattr(base, "supports_gradient_checkpointing", False):
-        _refuse_or_warn(base, config)
+        if problems := check(model, config, context):
+            fail(problems)
+        name = type(base).__name__
+        log.warning_rank0("%s does not support activation checkpointing: training without it (%s)", name, KEY)
         return
     _switch(base, "enable", {"use_reentrant": section.use_reentrant})
     _let_inputs_require_grad(base, reentrant=section.use_reentrant)
@@ -92,11 +110,3 @@ def _switch(base: nn.Module, verb: str, kwargs: dict[str, bool] | None = None) -
         elif getattr(base, "supports_gradient_checkpointing", False):
             method()
         return
-
-
-def _refuse_or_warn(base: nn.Module, config: EngineConfig) -> None:
-    origin = config.origin(KEY)
-    name = type(base).__name__
-    if origin.layer > 0:
-        fail([Problem(origin.place, KEY, f"{name} does not support activation checkpointing", "set it to false")])
-    log.warning_rank0("%s does not support activation checkpointing: training without it (%s)", name, KEY)

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torchturbo.logging import get_logger
+
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
+
+log = get_logger(__name__)
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
@@ -26,6 +30,7 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     for name, value in context.runtime.deterministic_environment().items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
+    log.info_rank0("deterministic algorithms are on, for this process until somebody turns them off")
 
 
 @contextmanager

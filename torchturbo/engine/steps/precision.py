@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from torchturbo.errors import Problem
+
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
+
+
+KEY = "mixed_precision"
+
+
+def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
+    """Return a problem where the device does not compute in the format that is asked for."""
+    if config.mixed_precision != "bf16" or context.runtime.supports_bf16():
+        return []
+    message = f"{context.runtime.device_name()} does not compute in bf16"
+    return [Problem(config.origin(KEY).place, KEY, message, "use fp32")]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
