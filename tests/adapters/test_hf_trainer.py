@@ -471,6 +471,18 @@ def test_another_optimizer_cannot_go_on(tmp_path: Path) -> None:
         ("compute_loss_context_manager", ["self"]),
         ("_get_output_dir", ["self", "trial"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
+        ("create_optimizer", ["self", "model"]),
+        ("get_batch_samples", ["self", "epoch_iterator", "num_batches", "device"]),
+        ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
+        ("_load_rng_state", ["self", "checkpoint"]),
+        ("_issue_warnings_after_load", ["self", "load_result"]),
+        ("log", ["self", "logs", "start_time"]),
+        ("prediction_step", ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"]),
+        (
+            "evaluation_loop",
+            ["self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+        ),
     ],
 )
 def test_trainers_methods_have_the_signatures_we_override(name: str, parameters: list[str]) -> None:
