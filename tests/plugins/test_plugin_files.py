@@ -118,11 +118,58 @@ def test_each_launch_reads_the_files_as_they_are_then(write: Any, load: Any) -> 
     write("helper.py", "VALUE = 1\n", bare=True)
     write("a.py", "from .helper import VALUE\n@register()\nclass A(Plugin):\n    value = VALUE\n")
     (first,), _ = load("a.py")
-    path = write("helper.py", "VALUE = 2\n", bare=True)
-    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 5 * 10**9))  # bytecode is kept by the second
+    write("helper.py", "VALUE = 2\n", bare=True)
     (second,), _ = load("a.py")
 
     assert (1, 2) == (first.value, second.value)
+
+
+def test_a_run_that_goes_on_keeps_its_plugins_while_another_begins(write: Any, load: Any) -> None:
+    """Objects are pickled by the module that made them: a second trainer with the same files takes the first none."""
+    write("helper.py", "class State:\n    pass\n", bare=True)
+    write("a.py", "from .helper import State\n@register()\nclass A(Plugin):\n    state = State()\n")
+    write("other/b.py", one("B").replace("    @", "@").replace("    class", "class").replace("        ", "    "))
+    (first, _), _ = load("a.py", "other/b.py")
+    write("other/b.py", "@register()\nclass Changed(Plugin):\n    pass\n")
+    again, problems = load("a.py", "other/b.py")
+
+    assert (["A", "Changed"], []) == ([type(plugin).__name__ for plugin in again], problems)
+    assert type(first) is type(again[0]) and first is not again[0]
+    assert isinstance(pickle.loads(pickle.dumps(first.state)), type(again[0].state))
+    assert first.origin.sha256 == again[0].origin.sha256
+
+
+def test_a_file_that_failed_begins_anew(write: Any, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it registered before it failed, or was interrupted, counts no more; the file itself is unchanged."""
+    write(
+        "a.py",
+        "import os\n@register()\nclass A(Plugin):\n    pass\nif 'FAILS' in os.environ:\n    raise eval(os.environ['FAILS'])\n",
+    )
+    monkeypatch.setenv("FAILS", "ValueError")
+    assert ["a.py:8: ValueError"] == load("a.py")[1]
+    monkeypatch.setenv("FAILS", "KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load("a.py")
+    monkeypatch.delenv("FAILS")
+
+    plugins, problems = load("a.py")
+
+    assert (["A"], []) == ([type(plugin).__name__ for plugin in plugins], problems)
+
+
+def test_a_sibling_that_is_imported_late_is_read_anew_too(write: Any, load: Any) -> None:
+    """By the second launch, and at once: bytecode of the same second would be the old file's."""
+    write(
+        "a.py",
+        "@register()\nclass A(Plugin):\n    def value(self):\n        from .late import VALUE\n        return VALUE\n",
+    )
+    write("late.py", "VALUE = 1\n", bare=True)
+    (first,), _ = load("a.py")
+    assert 1 == first.value()
+    write("late.py", "VALUE = 2\n", bare=True)
+    (second,), _ = load("a.py")
+
+    assert 2 == second.value()
 
 
 def test_a_sibling_that_came_a_moment_ago_is_found(write: Any, folder: Path, load: Any) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import sys
 import traceback
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torchturbo.config.document.files import read_bytes
 from torchturbo.config.document.nodes import Refused
@@ -28,12 +30,70 @@ EXPECTED: Final = ("a Python file", "a plugin is a few kilobytes")
 """What a file has to be, and what to think of one that is too large, for :func:`read_bytes`."""
 
 
+class _Ran(NamedTuple):
+    """The file of a module as it was run."""
+
+    path: Path
+    sha256: str
+
+
+_RAN: dict[str, _Ran] = {}
+"""The modules of plugin files and of their siblings, by name."""
+
+
 def forget_files() -> None:
-    """Drop the plugin files of earlier launches of this process: each launch reads the files as they are now."""
+    """Drop what earlier launches of this process ran of folders that have changed: a launch gets the files as they are.
+
+    Unchanged modules stay, since the objects of a run that goes on are pickled by them. The modules of a folder go
+    together: they may have taken values from each other.
+    """
+    changed = {_package(name) for name, ran in _RAN.items() if _hash_of(ran.path) != ran.sha256}
     for name in [name for name in sys.modules if name.startswith(_PREFIX)]:
-        del sys.modules[name]
-    REGISTERED[:] = [entry for entry in REGISTERED if not _home(entry.plugin).startswith(_PREFIX)]
+        if _package(name) in changed:
+            del sys.modules[name]
+    for name in [name for name in _RAN if name not in sys.modules]:
+        del _RAN[name]
+    homes = [(entry, _home(entry.plugin)) for entry in REGISTERED]
+    # A file that failed half-way is no module any more; what it registered before is not its next run's.
+    REGISTERED[:] = [entry for entry, home in homes if not home.startswith(_PREFIX) or home in sys.modules]
     importlib.invalidate_caches()
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _hash_of(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(read_bytes(str(path), *EXPECTED)).hexdigest()
+    except Refused:  # gone, or a pipe by now
+        return None
+
+
+class _Source(SourceFileLoader):
+    """Runs a sibling from its source, never from bytecode that is older by less than a second, and keeps which it was."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        data = self.get_data(self.path)
+        _RAN[fullname] = _Ran(Path(self.path), hashlib.sha256(data).hexdigest())
+        code: CodeType = self.source_to_code(data, self.path)
+        return code
+
+
+class _Siblings:
+    """Finds what a plugin file imports from its folder."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the import system finds in the folder, with a loader of our own for source files."""
+        if not fullname.startswith(_PREFIX):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Source(spec.loader.name, spec.loader.path)
+        return spec
 
 
 def run_file(path: str) -> tuple[ModuleType, str] | Problem:
@@ -54,8 +114,8 @@ def run_file(path: str) -> tuple[ModuleType, str] | Problem:
         return refused.problem
     digest = hashlib.sha256(data).hexdigest()
     name = module_name(path)
-    if name in sys.modules:  # an earlier plugin of this launch imported it as its sibling
-        return sys.modules[name], digest
+    if name in sys.modules:  # of an earlier launch, or an earlier plugin of this one imported it as its sibling
+        return sys.modules[name], _RAN[name].sha256 if name in _RAN else digest
     code = _compiled(data, path)
     if isinstance(code, Problem):
         return code
@@ -63,12 +123,13 @@ def run_file(path: str) -> tuple[ModuleType, str] | Problem:
     assert spec is not None  # the loader was given
     module = module_from_spec(spec)
     sys.modules[name] = module
+    _RAN[name] = _Ran(Path(path).resolve(), digest)
     try:
         exec(code, module.__dict__)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
         sys.modules.pop(name, None)
+        if isinstance(error, KeyboardInterrupt):
+            raise
         return failure(error, path, name.rpartition(".")[0])
     return module, digest
 
@@ -82,6 +143,8 @@ def module_name(path: str) -> str:
     file = Path(path).resolve()
     package = _PREFIX + _short_hash(str(file.parent))
     if package not in sys.modules:
+        if _Siblings not in sys.meta_path:
+            sys.meta_path.insert(0, _Siblings)
         parent = ModuleType(package, f"The folder {file.parent} of plugin files.")
         parent.__path__ = [str(file.parent)]
         parent.__spec__ = ModuleSpec(package, None, is_package=True)
@@ -97,7 +160,7 @@ def _short_hash(text: str) -> str:
 
 def _compiled(data: bytes, path: str) -> CodeType | Problem:
     try:
-        return compile(data, path, "exec", dont_inherit=True)
+        return compile(data, os.path.abspath(path), "exec", dont_inherit=True)
     except SyntaxError as error:  # also of an encoding that is not declared
         place = f"{path}:{error.lineno}:{error.offset or 1}" if error.lineno else path
         return Problem(place, "", f"is no Python: {error.msg}")
