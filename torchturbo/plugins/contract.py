@@ -14,6 +14,7 @@ The engine's own observers (profiler, memory snapshot, utilisation) are plugins 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,9 @@ class Plugin:
         from torchturbo.plugins.schema import filled
 
         self.settings: Mapping[str, Any] = filled(settings or {}, self.settings_schema or {})
+        self._given: Mapping[str, Any] = copy.deepcopy(
+            self.settings
+        )  # for the record of a run, whatever is made of them
 
     # ---- once, while the run is set up ----
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchturbo.config.document.files import read_bytes
@@ -20,12 +20,15 @@ from torchturbo.generated.keys import KEYS
 from torchturbo.plugins import modules
 from torchturbo.plugins.activate import Candidate, choose, make, registered_in, schema_of
 from torchturbo.plugins.contract import Plugin
+from torchturbo.plugins.schema import filled
 from torchturbo.plugins.settings import Document, read_settings
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
 
 FLAG = str(KEYS["plugins"].cli)
+IN_CODE = "turbo_plugins"
+"""Argument of the trainers that takes plugin objects: the place of what is wrong with them."""
 
 
 class Given(NamedTuple):
@@ -86,7 +89,7 @@ def load_plugins(config: EngineConfig, framework: str) -> tuple[list[Plugin], li
             plugins += made
             wrong = _unlike(wrong, more)
         problems += wrong
-    return plugins, problems + _equal_names(plugins)
+    return plugins, problems + equal_names(plugins)
 
 
 def file_problems(texts: Iterable[str]) -> list[Problem]:
@@ -145,10 +148,65 @@ def _unlike(problems: list[Problem], more: list[Problem]) -> list[Problem]:
 
 
 def plugin_facts(plugins: Iterable[Plugin]) -> dict[str, Any]:
-    """Return what the record of a run says of its plugins: names and settings, and the hash of each one's code."""
-    known = [(name_of(plugin), plugin.origin) for plugin in plugins if plugin.origin is not None]
-    described = [name if origin.settings is None else f"{name} {json.dumps(origin.settings)}" for name, origin in known]
-    return {"plugins": described, "plugin_code": {name: origin.sha256 for name, origin in known}}
+    """Return what the record of a run says of its plugins: names and settings, and the hash of each file's code.
+
+    The engine's own observers are no part of it: watching a run does not change it. A setting that the schema marks
+    as ``writeOnly`` is left out. A plugin is recorded alike whether a launch named it or code made it.
+    """
+    known = [plugin for plugin in plugins if not _is_own(plugin)]
+    code = {name_of(plugin): plugin.origin.sha256 for plugin in known if plugin.origin is not None}
+    return {"plugins": [_described(plugin) for plugin in known], "plugin_code": code}
+
+
+def equal_names(plugins: Sequence[Plugin]) -> list[Problem]:
+    """Return a problem for each name that two plugins have: metrics, messages and the record go by it.
+
+    The plugins may come from a launch, from code (``turbo_plugins``) or be the engine's own.
+    """
+    first: dict[str, Plugin] = {}
+    problems = []
+    for plugin in plugins:
+        name = name_of(plugin)
+        if name not in first:
+            first[name] = plugin
+            continue
+        other = first[name]
+        place = FLAG if plugin.origin or other.origin else IN_CODE
+        if other is plugin:
+            problems.append(
+                Problem(place, "", f"the same {type(plugin).__name__} object is given twice", "give it once")
+            )
+            continue
+        message = f"{_source(plugin)} and {_source(other)} are both called {name}"
+        problems.append(Problem(place, "", message, "give one of the classes another name"))
+    return problems
+
+
+def _is_own(plugin: Plugin) -> bool:
+    """Return whether a plugin is one of the engine's observers."""
+    return type(plugin).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _source(plugin: Plugin) -> str:
+    if plugin.origin is not None:
+        return plugin.origin.given
+    kind = type(plugin).__name__
+    return f"the engine's own {kind}" if _is_own(plugin) else f"an object of {kind}"
+
+
+def _described(plugin: Plugin) -> str:
+    """Return a plugin's name and settings, completed and without secrets; what JSON does not have by its type."""
+    schema = type(plugin).settings_schema or {}
+    origin = plugin.origin
+    if origin is None:
+        settings: Any = getattr(
+            plugin, "_given", getattr(plugin, "settings", None)
+        )  # the base's __init__ may be left out
+        settings = settings if isinstance(settings, Mapping) else {}
+    else:
+        settings = filled({}, schema) if origin.settings is None else origin.settings
+    text = json.dumps(settings, default=lambda value: type(value).__name__, skipkeys=True)
+    return f"{name_of(plugin)} {text}" if settings else name_of(plugin)
 
 
 def _settings(given: Given) -> tuple[Document | None, list[Problem]]:
@@ -203,15 +261,3 @@ def _run(given: Given) -> Code | Problem:
         return Code(registered_in(module.__name__, nested=True), sha256)
     plugin = modules.attribute(module, point)
     return plugin if isinstance(plugin, Problem) else Code([Candidate.of(plugin)], sha256)
-
-
-def _equal_names(plugins: list[Plugin]) -> list[Problem]:
-    """Return a problem for each name that two plugins have: metrics, messages and the record go by it."""
-    first: dict[str, Plugin] = {}
-    problems = []
-    for plugin in plugins:
-        other = first.setdefault(name_of(plugin), plugin)
-        if other is not plugin and plugin.origin is not None and other.origin is not None:
-            message = f"{plugin.origin.given} and {other.origin.given} are both called {name_of(plugin)}"
-            problems.append(Problem(FLAG, "", message, "give one of the classes another name"))
-    return problems
