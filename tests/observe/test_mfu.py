@@ -15,10 +15,13 @@ from counts import causal_pairs
 from ranks import run_ranks
 from transformers import TrainerCallback
 
-from torchturbo.observe import mfu
+from torchturbo.engine.config import EngineConfig
+from torchturbo.generated.config import ParallelPlan
+from torchturbo.observe import clock as clock_module
+from torchturbo.observe.clock import Clock, not_training
 from torchturbo.observe.flops import FULL
 from torchturbo.observe.matmuls import count
-from torchturbo.observe.mfu import Clock, Meter
+from torchturbo.observe.mfu import Meter
 from torchturbo.plugins.contract import Run
 from torchturbo.runtime import current_runtime
 from torchturbo.train.run import train
@@ -39,12 +42,16 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     found = Time()
-    monkeypatch.setattr(mfu, "time", found)
+    monkeypatch.setattr(clock_module, "time", found)
     return found
 
 
 def a_run(**changes: Any) -> Run:
-    settings: dict[str, Any] = {"config": None, "runtime": current_runtime(use_cpu=True), "model": tiny.model()}
+    settings: dict[str, Any] = {
+        "config": EngineConfig(),
+        "runtime": current_runtime(use_cpu=True),
+        "model": tiny.model(),
+    }
     return Run(**(settings | changes))
 
 
@@ -137,14 +144,72 @@ def test_time_outside_training_does_not_count(clock: Time) -> None:
 
 
 def test_a_pause_before_the_first_step(clock: Time) -> None:
-    """Evaluation can come first (``--eval_on_start``)."""
+    """Evaluation can come first (``--eval_on_start``); its end starts nothing."""
     timer = Clock()
     timer.pause()
     clock.now += 5
     timer.resume()
+    clock.now += 100
     timer.start()
     clock.now += 3
     assert timer.lap() == 3.0
+
+
+def test_a_start_inside_a_pause(clock: Time) -> None:
+    """Takes effect at the pause's end."""
+    timer = Clock()
+    timer.pause()
+    timer.start()
+    clock.now += 5
+    timer.resume()
+    clock.now += 3
+    assert timer.lap() == 3.0
+
+
+def test_what_observers_do_beside_training_does_not_count(clock: Time) -> None:
+    """Nor where it fails; a clock that was not started stays so."""
+    started, other = Clock(), Clock()
+    started.start()
+    clock.now += 1
+    with pytest.raises(ArithmeticError), not_training():
+        clock.now += 10
+        raise ArithmeticError
+    clock.now += 2
+    assert (started.lap(), other.lap()) == (3.0, 0.0)
+    started.stop()
+    with not_training():
+        clock.now += 1
+    clock.now += 1
+    assert started.lap() == 0.0
+
+
+def test_a_second_training_begins_anew(clock: Time) -> None:
+    """The first one's last steps, which no log took up, and the time between both are none of its own."""
+    meter, run = Meter("a100"), a_run()
+    step(meter, run, batch(50))
+    clock.now += 1
+    meter.step_begin([batch(50)], run)
+    meter.end(run)
+    clock.now += 1000
+    run.model = tiny.model(num_hidden_layers=1)
+    meter.step_end(run)
+    assert logged_by(meter, run) == {}
+
+    step(meter, run, batch(6))
+    clock.now += 2
+    metrics = logged_by(meter, run)
+    assert metrics["tokens_per_second"] == 3.0
+    assert metrics["mfu"] == pytest.approx(count(run.model).model(6, 36) / (312e12 * 2))
+
+
+def test_ranks_that_share_a_sequence_count_it_once(clock: Time) -> None:
+    """Each of a sequence-parallel group is handed the same rows, and the sum goes over all ranks."""
+    config = EngineConfig(parallel_plan=ParallelPlan(sp_size=2))
+    meter, run = Meter("a100"), a_run(config=config)
+    step(meter, run, batch(5), batch(5))  # as two ranks would add up
+    clock.now += 1
+
+    assert logged_by(meter, run)["tokens_per_second"] == 5.0
 
 
 def test_an_epochs_end_without_micro_batches(clock: Time) -> None:
@@ -188,7 +253,7 @@ def test_a_model_that_cannot_be_counted(logged: list[str]) -> None:
 
 def meter_on_rank(rank: int) -> dict[str, float]:
     timer = Time()
-    mfu.time = timer  # type: ignore[assignment]
+    clock_module.time = timer  # type: ignore[assignment]
     meter, run = Meter("a100"), a_run(world_size=2, rank=rank)
     step(meter, run, *([batch(5, 3)] if rank == 0 else []))  # one rank has nothing to do, and calls all the same
     step(meter, run, batch(4) if rank == 0 else batch(8))

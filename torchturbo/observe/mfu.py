@@ -8,7 +8,6 @@ appendix B; HFU: https://arxiv.org/abs/2205.05198, section 6.3.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchturbo.logging import get_logger
+from torchturbo.observe.clock import Clock
 from torchturbo.observe.flops import Flops
 from torchturbo.observe.matmuls import Uncountable, count
 from torchturbo.observe.peaks import Peak, choose
@@ -37,41 +37,6 @@ def from_config(config: EngineConfig) -> Plugin | None:
     return Meter(config.mfu.card) if config.mfu.enabled else None
 
 
-class Clock:
-    """Seconds of training: the time from the first start on, without what lies between pause and resume."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-        self._pauses = 0
-
-    def start(self) -> None:
-        """Start, if it has not been started."""
-        if self._since is None and not self._pauses:
-            self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Stop; pauses may lie in one another."""
-        self._pauses += 1
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def resume(self) -> None:
-        """Go on after the outermost pause."""
-        self._pauses = max(0, self._pauses - 1)
-        self.start()
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap, and go on from zero."""
-        now = time.perf_counter()
-        seconds = self._seconds + (now - self._since if self._since is not None else 0.0)
-        self._seconds = 0.0
-        if self._since is not None:
-            self._since = now
-        return seconds
-
-
 class Meter(Plugin):
     """Counts the tokens of each step, and says at each log how fast they went by."""
 
@@ -83,6 +48,9 @@ class Meter(Plugin):
         self.clock = Clock()
         self.peak: Peak | None = None
         self.flops: Flops | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._ready = False
         self._total: Tensor | None = None  # of the finished steps since the last log, over all ranks
         self._step: Tensor | None = None
@@ -99,7 +67,7 @@ class Meter(Plugin):
                 step += counts.to(step.device)
         if run.world_size > 1:
             dist.all_reduce(step)
-        self._step = step
+        self._step = step // run.config.parallel_plan.sp_size  # a sequence-parallel group's ranks count the same rows
 
     def step_end(self, run: Run) -> None:
         """Add a finished step."""
@@ -115,11 +83,16 @@ class Meter(Plugin):
         """Training goes on."""
         self.clock.resume()
 
+    def end(self, run: Run) -> None:
+        """Forget this run: a Trainer can train again, later and with a model that has been changed."""
+        self.clock.stop()
+        self._forget()
+
     def log(self, metrics: dict[str, float], run: Run) -> None:
         """Add the figures since the last log."""
         if self._total is None:
             return
-        tokens, squares, *pairs = self._total.tolist()  # waits for the device, so the time below is the whole time
+        tokens, squared, *pairs = self._total.tolist()  # waits for the device, so the time below is the whole time
         self._total = None
         seconds = self.clock.lap()
         if seconds <= 0:
@@ -128,11 +101,10 @@ class Meter(Plugin):
         if self.flops is None or self.peak is None:
             return
         possible = self.peak.tflops * TERA * run.world_size * seconds
-        metrics["mfu"] = self.flops.model(tokens, squares) / possible
-        metrics["mfu_causal"] = (
-            self.flops.causal(tokens, dict(zip(self.flops.spans, pairs, strict=True))) / possible
-        )  # fmt: skip
-        metrics["hfu"] = self.flops.hardware(tokens, squares) / possible
+        metrics["mfu"] = self.flops.model(tokens, squared) / possible
+        by_span = dict(zip(self.flops.spans, pairs, strict=True))
+        metrics["mfu_causal"] = self.flops.causal(tokens, by_span) / possible
+        metrics["hfu"] = self.flops.hardware(tokens, squared) / possible
 
     def _prepare(self, run: Run) -> None:
         """Choose the peak and count the model, which is as it will be trained by now; say once what that rests on."""
