@@ -259,7 +259,7 @@ def test_the_device_section_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     text = report.as_text(report.examine())
 
     assert "cuda: 8 x NVIDIA H200" in text
-    assert "141.0 GiB" in text
+    assert "141 GiB" in text
 
 
 def test_emulated_and_missing_bf16_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
-from torchturbo.observe.memory import MemorySnapshot, size
+from torchturbo.observe.memory import MemorySnapshot
+from torchturbo.observe.size import size, unit
 from torchturbo.observe.tracker import KINDS, Moment, Summary, TensorTracker, summarised
 from torchturbo.plugins.contract import Run
 from torchturbo.train.run import train
@@ -169,6 +172,21 @@ def test_tied_weights_count_once() -> None:
     assert held == sum(weight.nbytes for weight in model.parameters()) + buffers
 
 
+def sharded_parameters(rank: int) -> int:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(IN, OUT), mesh, [Shard(0)]))
+    return list(TensorTracker(model).moments())[-1].bytes["parameters"]
+
+
+def test_of_a_sharded_tensor_the_local_shard_counts() -> None:
+    """Each of two ranks holds half."""
+    assert run_ranks(2, sharded_parameters) == [IN * OUT * FLOAT / 2] * 2
+
+
 def test_tracking_changes_no_figure() -> None:
     """Loss and gradients are those of a run without it."""
     losses = []
@@ -242,10 +260,14 @@ def test_a_run_that_is_shorter_writes_what_there_is(material: Path, tmp_path: Pa
 
 
 def test_a_run_that_fails_writes_what_there_is(material: Path, tmp_path: Path) -> None:
-    """Running out of memory is when it is wanted; and no mode is left on."""
+    """Running out of memory is when it is wanted; no mode is left on, and no hook on the optimizer."""
+    seen: list[Any] = []
 
     class Stop(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = kwargs["optimizer"]
+            seen.append(getattr(optimizer, "optimizer", optimizer))
+            assert len(seen[0]._optimizer_step_pre_hooks) == 2
             raise MemoryError("stop")
 
     out = tmp_path / "out"
@@ -254,6 +276,7 @@ def test_a_run_that_fails_writes_what_there_is(material: Path, tmp_path: Path) -
 
     found = json.loads((out / "memory_snapshot" / "step_1_rank_0.json").read_text())
     assert found["peak"]["by_kind"]["activations"] > 0
+    assert not seen[0]._optimizer_step_pre_hooks and not seen[0]._optimizer_step_post_hooks  # nor the search for unused
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0  # type: ignore[attr-defined]
 
 
@@ -317,8 +340,78 @@ def test_a_device_that_records_for_itself(tmp_path: Path, logged: list[str]) -> 
         plugin.step_end(run)
     plugin.end(run)
 
-    assert calls == [1_000_000, "synchronize", "dump", None]
+    assert calls == [1_000_000, "synchronize", "synchronize", "dump", None]
     assert (tmp_path / "memory_snapshot" / "steps_1-2_rank_3.pickle").read_bytes() == b"snapshot"
+
+
+@pytest.mark.parametrize("hook", ["step_begin", "paused", "end"])
+def test_files_are_written_when_the_step_is_over_for_all(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before evaluating, saving, and the next step; the time for it is no time of training."""
+    from torchturbo.observe import memory
+
+    paused: list[str] = []
+
+    @contextmanager
+    def not_training() -> Iterator[None]:
+        paused.append("from here")
+        yield
+        paused.append("to here")
+
+    monkeypatch.setattr(memory, "not_training", not_training)
+    runtime: Any = SimpleNamespace(
+        records_memory=True,
+        record_memory=lambda entries: None,
+        dump_memory=lambda path: (paused.append("dump"), path.write_bytes(b"snapshot")),
+        synchronize=lambda: None,
+    )
+    plugin, run = MemorySnapshot(1), Run(config=None, runtime=runtime, output_dir=tmp_path)  # type: ignore[arg-type]
+    plugin.step_begin([], run)
+    plugin.paused(run)
+    run.step = 1
+    plugin.step_end(run)
+    assert not paused
+    getattr(plugin, hook)(*([[]] if hook == "step_begin" else []), run)
+    assert paused == ["from here", "dump", "to here"]
+    plugin.end(run)
+    assert paused.count("dump") == 1
+
+
+def test_a_profile_has_nothing_of_the_snapshots_files_in_it(
+    material: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the other way round; that the count itself is in the profile is said once."""
+    from torchturbo.observe import memory, profile
+
+    order: list[str] = []
+
+    def note(module: Any, name: str, word: str) -> None:
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: (order.append(word), plain(*given))[1])
+
+    note(memory, "summarised", "snapshot's files")
+    note(profile.StepProfiler, "_stopped", "profiler stops")
+    note(profile, "_export", "profile's files")
+    out = tmp_path / "out"
+    train(command(material, out, "--tt_memory_snapshot_steps", "2", "--tt_profiling", "--max_steps", "3"))
+
+    assert [word for word in order if word != "profiler stops"] == ["profile's files", "snapshot's files"]
+    # step 1, step 2, and step 3 after the snapshot is written; the run's end
+    assert order == ["profiler stops", "profiler stops", *order[2:4], "profiler stops", "profiler stops"]
+    (line,) = (line for line in logged if "count of tensors" in line)
+    assert line.startswith("the profile of step 2 includes the memory snapshot's count of tensors")
+    found = json.loads((out / "memory_snapshot" / "steps_1-2_rank_0.json").read_text())
+    assert found["steps"] == [1, 2]
+
+
+def test_a_snapshot_of_the_first_step_alone_is_not_in_the_profile(
+    material: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    """Nothing to warn of."""
+    train(command(material, tmp_path / "out", "--tt_memory_snapshot_steps", "1", "--tt_profiling", "--max_steps", "2"))
+
+    assert not any("count of tensors" in line for line in logged)
 
 
 @pytest.mark.gpu
@@ -334,10 +427,13 @@ def test_a_real_cuda_device_writes_its_snapshot(material: Path, tmp_path: Path) 
     assert pickle.loads(path.read_bytes())["device_traces"][0]
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (3 << 30, "3 GiB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (3 << 30, "3 GiB"), (5 << 40, "5,120 GiB")]
+)
 def test_sizes_as_people_say_them(count: int, text: str) -> None:
     """In units of 1,024."""
     assert size(count) == text
+    assert unit(count)[1] == text.split()[1]
 
 
 def test_a_moment_adds_up() -> None:

@@ -65,7 +65,7 @@ def test_the_second_step_is_in_the_trace_and_no_other(material: Path, tmp_path: 
     assert not list((out / "profiling").glob(".*"))
 
     text = (out / "profiling" / "step_2_operators.txt").read_text()
-    assert text.startswith("optimizer step 2, rank 0: the 10 dearest of ")
+    assert text.startswith("optimizer step 2, rank 0: the 10 most expensive of ")
     assert len(text.splitlines()) == 12
     assert any(text.rstrip() in line for line in logged)
 
@@ -208,7 +208,7 @@ def test_kernels_are_put_down_to_the_operators_that_launched_them() -> None:
         ("inner", 2, 5.0, 30.0), ("other", 1, 5.0, 8.0), ("lonely", 0, 0.0, 1.0), ("outer", 1, 5.0, 0.0),
     ]  # fmt: skip
     text = trace.table(trace.costs(events), "a step", rows=2)
-    assert "the 2 dearest of 4 operators, 0.04 ms on the device in all" in text
+    assert "the 2 most expensive of 4 operators, 0.04 ms on the device in all" in text
     assert text.splitlines()[2].split() == ["inner", "2", "0.005", "0.030", "76.9%"]
 
 

@@ -16,6 +16,7 @@ from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.files import STAGING
 from torchturbo.engine.config import load_config
 from torchturbo.errors import ConfigError
+from torchturbo.observe.size import size
 from torchturbo.train.run import TrainResult, train
 
 
@@ -77,6 +78,15 @@ def test_the_steps_said_at_the_start_are_taken(
     result = train(command(material, tmp_path / "out", *words, *epochs))
 
     assert any(line.endswith(f" sequences per step, {result.steps} steps") for line in logged)
+
+
+def test_the_last_lines_say_how_much_memory_it_took(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """Of the device: on the CPU the whole process."""
+    result = train(command(material, tmp_path / "out"))
+
+    assert (result.peak_memory or 0) > 100 << 20
+    (line,) = (line for line in logged if line.startswith("done: 6 steps in "))
+    assert line.endswith(f", final loss {result.final_loss:.4f}, peak memory {size(result.peak_memory or 0)}")
 
 
 def test_the_saved_model_is_the_trained_one(material: Path, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchturbo.checkpoint.files import write_text, write_with
 from torchturbo.logging import get_logger
+from torchturbo.observe.clock import not_training
+from torchturbo.observe.profile import PROFILED
+from torchturbo.observe.size import size
 from torchturbo.observe.tracker import KINDS, Moment, Summary, TensorTracker, summarised
 from torchturbo.plugins.contract import Plugin
 
@@ -29,23 +32,32 @@ ENTRIES = 1_000_000
 """Allocations and frees that a device keeps, the newest; a step of a large model has some 100,000."""
 POINTS = 1500
 """Moments of the timeline in the JSON file: as many as a picture can show."""
+BOTH = (
+    "the profile of step %d includes the memory snapshot's count of tensors, which is slow on this device: profile in "
+    "another launch"
+)
 log = get_logger(__name__)
 
 
 def from_config(config: EngineConfig) -> Plugin | None:
     """Return the recorder where the launch asks for it."""
     steps = config.runtime.memory_snapshot_steps
-    return MemorySnapshot(steps) if steps is not None else None
+    return MemorySnapshot(steps, config.runtime.profiling) if steps is not None else None
 
 
 class MemorySnapshot(Plugin):
-    """Records from the beginning of the first step to the end of the last one asked for, or to the end of the run."""
+    """Records from the beginning of the first step to the end of the last one asked for, or to the end of the run.
+
+    Files are written once the step is over for every other observer too: when the loop leaves training, or before the
+    next step. A profile of the same step has none of that in it.
+    """
 
     name = "memory snapshot"
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, profiling: bool = False) -> None:
         super().__init__()
         self.steps = steps
+        self.profiling = profiling
         self.first = 0
         self.finished = 0
         self._recording = False
@@ -59,7 +71,8 @@ class MemorySnapshot(Plugin):
         self._optimizer = optimizer
 
     def step_begin(self, micro_batches: Sequence[Mapping[str, Any]], run: Run) -> None:
-        """Start to record, or go on."""
+        """Start to record, or go on; write, where all is recorded."""
+        self._write_if_finished(run)
         if self._done:
             return
         if not self._recording:
@@ -68,23 +81,29 @@ class MemorySnapshot(Plugin):
                 run.runtime.record_memory(ENTRIES)
             else:
                 self._tracker = TensorTracker(run.model, self._optimizer, self.first)
+                if self.profiling and self.steps >= PROFILED:
+                    log.warning_rank0(BOTH, PROFILED)
         if self._tracker is not None:
             self._tracker.step = run.step + 1
             self._tracker.__enter__()
             self._entered = True
 
     def step_end(self, run: Run) -> None:
-        """Write what was recorded once all steps that were asked for are done."""
-        if self._done or not self._recording:
-            return
-        self._leave()
-        self.finished += 1
-        if self.finished == self.steps:
-            self._write(run)
+        """Count the step."""
+        if self._recording and not self._done:
+            self._leave()
+            self.finished += 1
+            if self.finished == self.steps:
+                run.runtime.synchronize()  # the step's work is training; writing what it allocated is not
+
+    def paused(self, run: Run) -> None:
+        """Write, where all is recorded: what evaluating and saving allocate is no part of it."""
+        self._write_if_finished(run)
 
     def end(self, run: Run) -> None:
         """Write what there is where the run was shorter, or failed: running out of memory is when it is wanted."""
         self._leave()
+        self._write_if_finished(run)
         if self._done:
             return
         text = "memory snapshot: %d steps were asked for, the run had %d"
@@ -97,8 +116,16 @@ class MemorySnapshot(Plugin):
             self._tracker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._entered = False
 
+    def _write_if_finished(self, run: Run) -> None:
+        if self._recording and not self._done and self.finished == self.steps:
+            self._write(run)
+
     def _write(self, run: Run) -> None:
         self._done = True
+        with not_training():
+            self._write_files(run)
+
+    def _write_files(self, run: Run) -> None:
         last = max(self.first, self.first + self.finished - 1)
         steps = f"step_{self.first}" if last == self.first else f"steps_{self.first}-{last}"
         folder = run.output_dir / FOLDER
@@ -134,7 +161,6 @@ class MemorySnapshot(Plugin):
 
 def _document(run: Run, summary: Summary) -> dict[str, Any]:
     """Return what the JSON file holds; all figures are bytes."""
-    process = run.runtime.memory()
     return {
         "what": "bytes of live tensors, by kind; not what libraries or the allocator hold besides",
         "device": run.runtime.device_name(),
@@ -142,7 +168,7 @@ def _document(run: Run, summary: Summary) -> dict[str, Any]:
         "steps": sorted(summary.peaks),
         "peak": _entry(summary.peak),
         "peak_of_each_step": [_entry(summary.peaks[step]) for step in sorted(summary.peaks)],
-        "process_peak": process.peak_reserved if process is not None else None,
+        "process_peak": run.runtime.peak_memory(),
         "timeline": {
             "operator": [moment.operator for moment in summary.timeline],
             "step": [moment.step for moment in summary.timeline],
@@ -159,12 +185,3 @@ def _entry(moment: Moment) -> dict[str, Any]:
 def _words(moment: Moment) -> str:
     parts = ", ".join(f"{kind} {size(moment.bytes[kind])}" for kind in KINDS)
     return f"{size(moment.total)} in step {moment.step}, {moment.phase}: {parts}"
-
-
-def size(count: float) -> str:
-    """Return bytes as people say them: ``1.46 GiB``."""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while count >= 1000 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:,.0f} {units[0]}"

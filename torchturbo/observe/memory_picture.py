@@ -7,6 +7,7 @@ from typing import Any
 
 from torchturbo.checkpoint.files import write_with
 from torchturbo.logging import get_logger
+from torchturbo.observe.size import unit as unit_of
 from torchturbo.observe.tracker import KINDS, Moment, Summary
 
 COLOURS = {
@@ -16,7 +17,6 @@ COLOURS = {
     "activations": "#e08a3c",
     "other": "#b8b8b8",
 }
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 log = get_logger(__name__)
 
 
@@ -28,7 +28,7 @@ def draw(summary: Summary, path: Path, title: str) -> Path | None:
     except ImportError:
         log.warning_rank0("no picture of the memory: matplotlib is not installed (pip install matplotlib)")
         return None
-    unit, name = next(((unit, name) for unit, name in UNITS if summary.peak.total >= unit), (1, "B"))
+    unit, name = unit_of(summary.peak.total)
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

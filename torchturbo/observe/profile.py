@@ -1,4 +1,4 @@
-"""Observer: profiles the second optimizer step of a launch, one trace a rank, and the ten dearest operators.
+"""Observer: profiles the second optimizer step of a launch, one trace a rank, and the ten most expensive operators.
 
 The first step pays for what happens once (allocations, kernels that are compiled or chosen); the second is the first
 that is like all others.
@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from torchturbo.checkpoint.files import write_text, write_with
 from torchturbo.logging import get_logger
+from torchturbo.observe.clock import not_training
 from torchturbo.observe.trace import costs, read, table
 from torchturbo.plugins.contract import Plugin
 
@@ -52,19 +53,21 @@ class StepProfiler(Plugin):
         self.begun += 1
         if self.begun == PROFILED:
             run.runtime.synchronize()  # what the step before left behind is not this step's
-            self._profiler = run.runtime.profiler()
-            self._profiler.start()
+            with not_training():
+                self._profiler = run.runtime.profiler()
+                self._profiler.start()
             self._mark = record_function(f"optimizer step {run.step + 1}")
             self._mark.__enter__()
 
     def step_end(self, run: Run) -> None:
         """Stop, and write what was recorded."""
-        if (profiler := self._stopped(run)) is None:
-            return
+        if (profiler := self._stopped(run)) is not None:
+            with not_training():
+                self._write(profiler, run)
+
+    def _write(self, profiler: Profiler, run: Run) -> None:
         folder = run.output_dir / FOLDER
-        path = (
-            folder / f"step_{run.step}_rank_{run.rank}.pt.trace.json.gz"
-        )  # TensorBoard, too, looks for .pt.trace.json
+        path = folder / f"step_{run.step}_rank_{run.rank}.pt.trace.json.gz"  # TensorBoard looks for .pt.trace.json
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_with(path, lambda temporary: _export(profiler, temporary))
@@ -87,7 +90,8 @@ class StepProfiler(Plugin):
             return None
         run.runtime.synchronize()
         self._mark.__exit__(None, None, None)
-        profiler.stop()
+        with not_training():
+            profiler.stop()
         return profiler
 
     def _summarise(self, path: Path, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Reads a Chrome trace of a profiler and sums it up: the dearest operators, as a table.
+"""Reads a Chrome trace of a profiler and sums it up: the most expensive operators, as a table.
 
 The table is made from the trace and not from the profiler, because ``torch_npu``'s has no ``key_averages``.
 """
@@ -40,7 +40,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def costs(events: Iterable[Mapping[str, Any]]) -> list[Cost]:
-    """Return what each operator took, the dearest first: by device time where a device worked, else by host time."""
+    """Return what each operator took, the most expensive first: by device time where a device worked, else by host time."""
     everything = list(events)
     spans = [event for event in everything if event.get("ph") == "X"]
     operators = [event for event in spans if event.get("cat") == "cpu_op"]
@@ -91,14 +91,15 @@ def _of_device(everything: list[Mapping[str, Any]], spans: list[Mapping[str, Any
 
 
 def table(found: list[Cost], title: str, rows: int = 10) -> str:
-    """Return a table of the dearest operators, with a share of the whole for each."""
+    """Return a table of the most expensive operators, with a share of the whole for each."""
     on_device = any(cost.device for cost in found)
     total = sum(cost.device if on_device else cost.host for cost in found) or 1.0
     shown = found[:rows]
     width = max([len("operator"), *(len(cost.name) for cost in shown)])
     where = "device" if on_device else "host"
+    which = f"the {len(shown)} most expensive of {len(found)} operators"
     lines = [
-        f"{title}: the {len(shown)} dearest of {len(found)} operators, {total / MILLI:.2f} ms on the {where} in all",
+        f"{title}: {which}, {total / MILLI:.2f} ms on the {where} in all",
         f"{'operator':<{width}}  {'calls':>7}  {'host ms':>10}  {'device ms':>10}  {'share':>6}",
     ]
     for cost in shown:

@@ -101,6 +101,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the optimizer and every storage; the events stay."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self._live.clear()
 
     def __torch_dispatch__(

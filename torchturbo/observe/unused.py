@@ -43,7 +43,15 @@ class UnusedParameters(Plugin):
 
     def step_end(self, run: Run) -> None:
         """Go, but not while the optimizer walks through its hooks: there may be others."""
-        if self._looked and self._handle is not None:
+        if self._looked:
+            self._remove()
+
+    def end(self, run: Run) -> None:
+        """Go, where the run failed before its first step."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._handle is not None:
             self._handle.remove()
             self._handle = None
 

@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-
-class Memory(NamedTuple):
-    """Bytes of device memory that this process holds."""
-
-    allocated: int
-    """In tensors; on the CPU, where torch keeps no count, the resident set of the whole process."""
-    reserved: int
-    """Taken from the device, the allocator's free blocks included."""
-    peak_allocated: int
-    peak_reserved: int
-    """The most there was since :meth:`Runtime.reset_peak_memory`, or since the start."""
+from typing import Protocol
 
 
 class Profiler(AbstractContextManager["Profiler"], Protocol):
@@ -79,16 +67,11 @@ class Runtime(Protocol):
         """Wait until the device has done all it was given."""
         ...
 
-    def memory(self) -> Memory | None:
-        """Return what this process holds on the device, or None where that is not known."""
-        ...
-
     def peak_memory(self) -> int | None:
-        """Return the most bytes this process has held on the device, or None where that is not known."""
-        ...
+        """Return the most bytes this process has held on the device so far, or None where that is not known.
 
-    def reset_peak_memory(self) -> bool:
-        """Let the peaks start anew; return whether that is possible here."""
+        Of an accelerator what its allocator took, free blocks included; of the CPU the resident set of the process.
+        """
         ...
 
     def record_memory(self, entries: int | None) -> None:

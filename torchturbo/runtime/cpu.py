@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchturbo.runtime.base import Memory
-
 if TYPE_CHECKING:
     from torchturbo.runtime.base import Profiler
 
@@ -69,30 +67,24 @@ class CpuRuntime:
     def synchronize(self) -> None:
         """Return at once: torch computes on the CPU while the caller waits."""
 
-    def memory(self) -> Memory | None:
-        """Return the resident set of this process and its peak, for both kinds; None where there is no ``/proc``."""
+    def peak_memory(self) -> int | None:
+        """Return the peak resident set of this process in bytes; ``getrusage`` is for systems without ``/proc``.
+
+        Linux lets a process inherit the figure of ``getrusage`` from the one that started it.
+        """
         try:
             lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
         except OSError:
-            return None
-        fields = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
-        if not {"VmRSS", "VmHWM"} <= fields.keys():
-            return None
-        now, peak = (int(fields[name][0]) * 1024 for name in ("VmRSS", "VmHWM"))
-        return Memory(now, now, peak, peak)
-
-    def peak_memory(self) -> int | None:
-        """Return the peak resident set of this process in bytes."""
+            lines = []
+        for line in lines:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
         try:
             import resource
         except ImportError:  # Windows
             return None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS
-
-    def reset_peak_memory(self) -> bool:
-        """Return False: an ordinary process can't reset the operating system's count."""
-        return False
 
     def record_memory(self, entries: int | None) -> None:
         """Raise: the CPU's allocator keeps no history; :mod:`torchturbo.observe.tracker` counts tensors instead."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchturbo.runtime.base import Memory
-
 if TYPE_CHECKING:
     from torchturbo.runtime.base import Profiler
 
@@ -66,29 +64,11 @@ class CudaRuntime:
 
         torch.cuda.synchronize()
 
-    def memory(self) -> Memory | None:
-        """Return what torch's allocator counts on the current device."""
-        from torch import cuda
-
-        return Memory(
-            cuda.memory_allocated(),
-            cuda.memory_reserved(),
-            cuda.max_memory_allocated(),
-            cuda.max_memory_reserved(),
-        )
-
     def peak_memory(self) -> int | None:
         """Return the most bytes torch's allocator has reserved on the current device."""
         import torch
 
         return torch.cuda.max_memory_reserved()
-
-    def reset_peak_memory(self) -> bool:
-        """Reset the allocator's peaks."""
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-        return True
 
     def record_memory(self, entries: int | None) -> None:
         """Switch the allocator's history on or off.

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from torchturbo.runtime.base import Memory
-
 if TYPE_CHECKING:
     from torchturbo.runtime.base import Profiler
 
@@ -72,20 +70,9 @@ class NpuRuntime:
         """Wait for every stream of the current device."""
         _npu().synchronize()
 
-    def memory(self) -> Memory | None:
-        """Return what the allocator counts on the current device."""
-        npu = _npu()
-        names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-        return Memory(*(int(getattr(npu, name)()) for name in names))
-
     def peak_memory(self) -> int | None:
         """Return the most bytes the allocator has reserved on the current device."""
         return int(_npu().max_memory_reserved())
-
-    def reset_peak_memory(self) -> bool:
-        """Reset the allocator's peaks."""
-        _npu().reset_peak_memory_stats()
-        return True
 
     def record_memory(self, entries: int | None) -> None:
         """Switch the allocator's history on or off."""

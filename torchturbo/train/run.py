@@ -27,6 +27,7 @@ from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import LogLevel, at_least, get_logger
+from torchturbo.observe.size import size
 from torchturbo.parallel.agree import together
 from torchturbo.train.batches import Collator, packing_leak
 from torchturbo.train.commandline import Command, read_command
@@ -60,6 +61,8 @@ class TrainResult:
     tokenizer: Any = field(repr=False)
     curve: Path | None
     trainer: Any = field(repr=False)
+    peak_memory: int | None = None
+    """The most bytes this process held on its device, what the allocator keeps free included; None if not known."""
     trained: bool = True
     """Whether it took a step: a run that resumes from its own end takes none."""
 
@@ -253,6 +256,7 @@ def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None)
         tokenizer=job.tokenizer,
         curve=curve,
         trainer=trainer,
+        peak_memory=job.runtime.peak_memory(),
         trained=not job.is_finished,
     )
 
@@ -297,7 +301,8 @@ def _parameters(model: torch.nn.Module) -> str:
 def _summarise(result: TrainResult, say: Callable[..., None]) -> None:
     loss = "no loss was logged" if result.final_loss is None else f"final loss {result.final_loss:.4f}"
     if result.trained:
-        say("done: %d steps in %s, %s", result.steps, duration(result.seconds), loss)
+        memory = "" if result.peak_memory is None else f", peak memory {size(result.peak_memory)}"
+        say("done: %d steps in %s, %s%s", result.steps, duration(result.seconds), loss, memory)
     else:
         say("done: nothing was left of %d steps, %s", result.steps, loss)
     say("model: %s", result.output_dir)

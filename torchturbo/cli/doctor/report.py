@@ -16,6 +16,7 @@ from torchturbo.cli.doctor.keys import effects, inactive, inactive_sections
 from torchturbo.cli.doctor.packages import Package, packages
 from torchturbo.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, width
 from torchturbo.errors import printable
+from torchturbo.observe.size import size
 from torchturbo.ops.registry import IMPLEMENTATIONS
 from torchturbo.plugins.modules import GROUP
 
@@ -160,7 +161,7 @@ def _device(report: Report) -> str:
     many = f"{device.number} x " if device.number > 1 else ""
     rows = [
         _entry("device", f"{device.type}: {many}{device.name}"),
-        _entry("memory", "not known" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"),
+        _entry("memory", "not known" if device.memory is None else size(device.memory)),
         _entry("bf16", {"fast": "in hardware", "emulated": "emulated, slow", "none": "no"}[device.bf16]),
         _entry("ranks talk over", device.backend),
     ]
