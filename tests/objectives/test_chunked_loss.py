@@ -188,6 +188,21 @@ def test_half_precision_is_recomputed() -> None:
         assert chunked.needs_recomputing(model.lm_head, states)
 
 
+def test_the_head_tells_the_mode_of_its_last_loss() -> None:
+    """Autocast of the moment decides, and MFU counts what is computed; half weights are known before."""
+    model = in_chunks(tiny.model())
+    assert not chunked.recomputes(model)
+    with torch.autocast("cpu", torch.float16):
+        model(**batch())
+    assert chunked.recomputes(model)
+    model(**batch())
+    assert not chunked.recomputes(model)
+
+    half = tiny.model().half()
+    chunked.install(half, 7)
+    assert chunked.recomputes(half)
+
+
 def test_a_training_forward_returns_no_logits_and_all_the_rest() -> None:
     """As a mapping and as a tuple; the router's own output is there."""
     changes = {"output_router_logits": True}

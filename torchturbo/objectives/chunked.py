@@ -40,6 +40,8 @@ class Chunking:
     """Losses that the head has computed in it."""
     trial: bool = False
     """Whether only the way to the loss is of interest: the head then computes nothing."""
+    recomputed: bool = False
+    """Whether the head was computed a second time for the last loss; before the first, whether its kind tells so."""
 
 
 class _Installed:
@@ -81,7 +83,8 @@ class ChunkedHead(_Installed):
         head: Any = self
         target = target.to(hidden.device)
         kept = kept_rows(target, ignore_index)
-        if needs_recomputing(self, hidden, operations):
+        chunking.recomputed = needs_recomputing(self, hidden, operations)
+        if chunking.recomputed:
             project = super().forward  # type: ignore[misc]
             parameters = list(head.parameters())
             return recomputed_sum(project, parameters, hidden, target, kept, operations, chunking.size)
@@ -114,27 +117,65 @@ def training_forward(chunking: Chunking) -> Iterator[None]:
         chunking.active = False
 
 
+@contextmanager
+def real_logits(model: nn.Module) -> Iterator[None]:
+    """Work with a model's head beside its own loss inside this block, also in the midst of its training forward.
+
+    The head returns logits [..., V] there, for a draft head's teacher for instance; and a loss that is computed with
+    it, by its ``loss`` too, does not pass for the model's. On a model without chunked loss nothing changes.
+    """
+    head = head_of(base_model(model))
+    if not isinstance(head, ChunkedHead):
+        yield
+        return
+    chunking = head.turbo_chunking
+    before = chunking.active, chunking.losses
+    chunking.active = False
+    try:
+        yield
+    finally:
+        chunking.active, chunking.losses = before
+
+
 def install(base: nn.Module, size: int) -> None:
     """Let a Transformers model compute its training loss in chunks of ``size`` rows.
 
     What its forward does must be known to work: :func:`torchturbo.objectives.chunked_check.obstacle`.
     """
-    chunking = Chunking(size)
-    _swap(head_of(base), ChunkedHead, chunking)
+    chunking, head = Chunking(size), head_of(base)
+    _swap(head, ChunkedHead, chunking)
     _swap(base, ChunkedModel, chunking)
+    chunking.recomputed = needs_recomputing(head)  # a weight that is sharded later looks like no plain one outside
 
 
 def remove(base: nn.Module) -> None:
-    """Give a model and its head their own classes back; nothing happens to a model without chunked loss."""
+    """Give a model and its head their own classes back; nothing happens to a model without chunked loss.
+
+    What sharding has put around them since stays, but for the head's ``loss`` if that was registered there.
+    """
     for module in (base, head_of(base)):
         if isinstance(module, _Installed):
-            module.__class__ = module.turbo_plain
+            module.__class__ = _without(type(module))
+            registered = getattr(vars(module).get("loss"), "__wrapped__", None)
+            if getattr(registered, "__func__", None) is ChunkedHead.loss:
+                del vars(module)["loss"]
+
+
+def _without(kind: Any) -> Any:
+    """Return a class with the plain one in place of ours: FSDP2 makes a class above ours, with it as a base."""
+    if "turbo_plain" in vars(kind) or not issubclass(kind, _Installed):
+        return vars(kind).get("turbo_plain", kind)
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, tuple(map(_without, kind.__bases__)), own)
 
 
 def recomputes(model: nn.Module) -> bool:
-    """Return whether a model's head is computed a second time in backward."""
+    """Return whether a model's head is computed a second time in backward, as it was for the last loss.
+
+    Before the first loss the kind of its head tells, which knows nothing of fp16 autocast and learned operations.
+    """
     head = head_of(base_model(model))
-    return isinstance(head, ChunkedHead) and needs_recomputing(head)
+    return isinstance(head, ChunkedHead) and bool(head.turbo_chunking.recomputed)
 
 
 def head_of(base: nn.Module) -> Any:
@@ -161,8 +202,10 @@ def needs_recomputing(head: Any, hidden: Tensor | None = None, operations: tuple
     """
     plain = head.turbo_plain is nn.Linear and type(head.weight) in (nn.Parameter, Tensor)
     learned = bool(learned_operands(operations))
-    half = hidden is not None and torch.float16 in (hidden.dtype, autocast_format(hidden.device.type))
-    return not plain or learned or half
+    if not plain or learned:
+        return True
+    states = head.weight if hidden is None else hidden
+    return torch.float16 in (states.dtype, autocast_format(states.device.type))
 
 
 def without_logits(output: Any) -> Any:
