@@ -248,6 +248,7 @@ def test_a_run_writes_figures_and_a_picture(material: Path, tmp_path: Path, logg
     assert len(lengths) == 1 and lengths.pop() > 100
     assert found["process_peak"] > peak["total"]
     assert any(line.startswith("memory: peak ") and "in step 2" in line for line in logged)
+    assert not any("count of tensors" in line for line in logged)  # a warning for profiles, and there is none
 
 
 def test_a_run_that_is_shorter_writes_what_there_is(material: Path, tmp_path: Path, logged: list[str]) -> None:

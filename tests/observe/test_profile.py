@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,20 +226,32 @@ def test_an_npus_tasks_are_found_by_the_name_of_their_process() -> None:
 
 
 def test_a_device_is_waited_for_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step before left behind is not this step's, and what this one began is."""
+    """What the step before left behind is not this step's, and what this one began is. The rest is no training."""
     calls: list[str] = []
+
+    @contextmanager
+    def not_training() -> Iterator[None]:
+        calls.append("(")
+        yield
+        calls.append(")")
+
+    def export(path: str) -> None:
+        calls.append("export")
+        Path(path).write_text('{"traceEvents": []}')
+
     fake = SimpleNamespace(
         start=lambda: calls.append("start"),
         stop=lambda: calls.append("stop"),
-        export_chrome_trace=lambda path: Path(path).write_text('{"traceEvents": []}'),
+        export_chrome_trace=export,
     )
     runtime: Any = SimpleNamespace(synchronize=lambda: calls.append("synchronize"), profiler=lambda: fake)
+    monkeypatch.setattr(module, "not_training", not_training)
     plugin, run = StepProfiler(), Run(config=None, runtime=runtime, output_dir=tmp_path, rank=1)  # type: ignore[arg-type]
     for run.step in (1, 2, 3):
         plugin.step_begin([], run)
         plugin.step_end(run)
 
-    assert calls == ["synchronize", "start", "synchronize", "stop"]
+    assert calls == ["synchronize", "(", "start", ")", "synchronize", "(", "stop", ")", "(", "export", ")"]
     assert [path.name for path in (tmp_path / module.FOLDER).iterdir()] == ["step_2_rank_1.pt.trace.json.gz"]
 
 

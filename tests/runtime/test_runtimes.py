@@ -79,6 +79,9 @@ def test_the_cpus_peak_without_proc(status: str | None, monkeypatch: pytest.Monk
     monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=2048))
 
     assert CpuRuntime().peak_memory() == 2 << 20
+    (tmp_path / "status").write_text("VmPeak: 9 kB\nVmHWM:\t    3072 kB\n")
+    assert CpuRuntime().peak_memory() == 3 << 20
+    (tmp_path / "status").unlink()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert CpuRuntime().peak_memory() == 2048
     monkeypatch.setitem(sys.modules, "resource", None)
