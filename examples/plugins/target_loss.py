@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from torchturbo.plugins import Plugin, register
 
-
 FILE = "target_loss.txt"
 """How many losses in a row a checkpoint had seen below the target."""
 

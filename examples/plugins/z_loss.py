@@ -35,11 +35,10 @@ class ZLoss(Plugin):
         "additionalProperties": False,
     }
 
-    def model_built(self, model, run):
+    def problems(self, model, run):
         if run.config.loss_chunk.enabled:
-            raise ValueError(
-                "it needs the logits, which loss_chunk.enabled never holds at once; turn one of the two off"
-            )
+            return ["it needs the logits, which loss_chunk.enabled never holds at once; turn one of the two off"]
+        return []
 
     def loss_weight(self, batch, run):
         """Return the number of target tokens, a scalar: what the sum below is divided by."""

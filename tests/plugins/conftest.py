@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import build_from_args
 from torchturbo.plugins.load import load_plugins
 
 HEAD = "from torchturbo.plugins import Plugin, register\n\n"
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny model and rows to train it on; nothing writes there."""
+    path = tmp_path_factory.mktemp("plugins")
+    tiny.save(path / "model")
+    tiny.write_jsonl(path / "rows.jsonl", tiny.rows(24))
+    return path
 
 
 @pytest.fixture

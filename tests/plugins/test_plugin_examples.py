@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from plugin_runs import Gradients
+from plugin_runs import command as run_of
 from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.engine.config import build_from_args
-from torchturbo.engine.hooks import PluginError
+from torchturbo.errors import ConfigError
 from torchturbo.plugins.load import load_plugins
 from torchturbo.plugins.schema import check
 from torchturbo.plugins.settings import read_settings
@@ -27,20 +30,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "plugins"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("examples")
-    tiny.save(folder / "model")
-    tiny.write_jsonl(folder / "rows.jsonl", tiny.rows(24))
-    return folder
-
-
-def command(material: Path | str, output: Path | str, *words: str) -> list[str]:
-    return [
-        "--model_name_or_path", f"{material}/model", "--dataset", f"{material}/rows.jsonl", "--output_dir", str(output),
-        "--use_cpu", "--max_steps", "4", "--learning_rate", "5e-3", "--per_device_train_batch_size", "2",
-        "--logging_steps", "1", *words,
-    ]  # fmt: skip
+def command(material: Path, output: Path, *words: str) -> list[str]:
+    """Return the words of a run of four steps, so that there is a middle to resume from."""
+    return run_of(material, output, *words, steps=4)
 
 
 def given(name: str, settings: str, folder: Path) -> list[str]:
@@ -174,14 +166,6 @@ def rows(lengths: list[int]) -> Examples:
     )
 
 
-class Gradients(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.kept = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
 def test_the_z_loss_is_the_papers(tmp_path: Path) -> None:
     """Value and every gradient against the formula written out, in four micro-batches of unequal lengths."""
     lengths = [12, 3, 7, 5, 12, 12, 2, 9]
@@ -216,12 +200,18 @@ def test_the_z_loss_is_the_papers(tmp_path: Path) -> None:
         torch.testing.assert_close(gradients.kept[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_the_z_loss_refuses_a_run_without_logits(material: Path, tmp_path: Path) -> None:
+def test_the_z_loss_refuses_a_run_without_logits(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its start, with everything else that is wrong."""
     (tmp_path / "turbo.yaml").write_text("loss_chunk:\n  enabled: true\n")
     words = ["--tt_config", str(tmp_path / "turbo.yaml"), *given("z_loss", "{}\n", tmp_path)]
 
-    with pytest.raises(PluginError, match=r"plugin z_loss: model_built: ValueError: it needs the logits"):
+    with pytest.raises(ConfigError):
         train(command(material, tmp_path / "out", *words))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"examples/plugins/z_loss\.py:\d+: plugin z_loss: it needs the logits, which loss_chunk", line)
+    assert not (tmp_path / "out").exists()
 
 
 def one_rank(rank: int, words: list[str]) -> list[tuple[float, float]]:

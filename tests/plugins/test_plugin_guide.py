@@ -53,6 +53,13 @@ def test_the_plugins_of_the_page_train(site: Path, capsys: pytest.CaptureFixture
     assert re.search(r"step 1: \d+% of the tokens are padding; try --packing true", capsys.readouterr().out)
 
 
+def test_the_loss_term_of_the_page_refuses_chunks(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (site / "turbo.yaml").write_text("loss_chunk:\n  enabled: true\n")
+
+    assert 2 == main(["train", *words("--tt_config", "turbo.yaml", "--tt_plugin", "entropy.py")])
+    assert "plugin entropy: it needs the logits, which loss_chunk.enabled never holds" in capsys.readouterr().err
+
+
 def test_the_errors_of_the_page_are_printed(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [text.splitlines() for language, _, text in BLOCKS if language == "text"]
     (site / "padding.yaml").write_text("limit: 4\nlimt: 1\n")

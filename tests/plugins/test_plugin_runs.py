@@ -8,70 +8,15 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import run_ranks
-from transformers import TrainerCallback, TrainingArguments
+from plugin_runs import RECORDER, TERM, command, recorder, trainer
+from transformers import TrainerCallback
 
 from torchturbo.adapters.hf_trainer import TurboTrainer
-from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.engine.hooks import PluginError
 from torchturbo.errors import ConfigError
 from torchturbo.plugins import Plugin
 from torchturbo.plugins.contract import HOOKS
-from torchturbo.train.batches import Collator
-from torchturbo.train.examples import Examples
 from torchturbo.train.run import train
-
-RECORDER = Path(__file__).with_name("recorder.py")
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plugins")
-    tiny.save(folder / "model")
-    tiny.write_jsonl(folder / "rows.jsonl", tiny.rows(24))
-    return folder
-
-
-def command(material: Path | str, output: Path | str, *words: str) -> list[str]:
-    return [
-        "--model_name_or_path", f"{material}/model", "--dataset", f"{material}/rows.jsonl", "--output_dir", str(output),
-        "--use_cpu", "--max_steps", "2", "--learning_rate", "5e-3", "--per_device_train_batch_size", "2",
-        "--logging_steps", "1", *words,
-    ]  # fmt: skip
-
-
-def trainer(
-    folder: Path, plugins: Any = None, changes: dict[str, Any] | None = None, kind: Any = TurboTrainer, **given: Any
-) -> Any:
-    ids = torch.randint(3, 320, (8, 10), generator=torch.Generator().manual_seed(1)).tolist()
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "use_cpu": True, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True,
-    }  # fmt: skip
-    return kind(
-        **{
-            "model": tiny.model(),
-            "args": TrainingArguments(str(folder), **(settings | (changes or {}))),
-            "train_dataset": Examples([{"input_ids": row, "labels": row} for row in ids]),
-            "data_collator": Collator(0),
-            "turbo_plugins": plugins,
-            **given,
-        }
-    )
-
-
-def recorder() -> Any:
-    from torchturbo.plugins.load import load_plugins
-
-    set_torchturbo_args(None)
-    from torchturbo.engine.config import build_from_args
-
-    (made,), problems = load_plugins(
-        build_from_args(parse_torchturbo_args(["--tt_plugin", str(RECORDER)])[0]), "hf_trainer"
-    )
-    assert not problems
-    return made
-
 
 STEP = ["step_begin", *["loss_weight"] * 2, *["loss_term"] * 2, "step_end", "log"]
 
@@ -164,8 +109,47 @@ def test_evaluation_has_no_loss_term(tmp_path: Path) -> None:
     plugin = recorder()
     made = trainer(tmp_path, [plugin])
     made.evaluate(made.train_dataset)
+    made.predict(made.train_dataset)
 
-    assert ["paused", "resumed"] == plugin.hooks[2:]
+    assert ["paused", "resumed"] * 2 == plugin.hooks[2:]  # outside of a training, and no end
+
+
+def test_each_model_of_a_model_init_is_shown(tmp_path: Path) -> None:
+    """One when the trainer is set up and one for each training, which also has an end of its own."""
+
+    def fresh() -> Any:
+        return tiny.model()
+
+    plugin = recorder()
+    made = trainer(tmp_path, [plugin], {"max_steps": 1}, model=None, model_init=fresh)
+    shown = ["model_built", "before_shard"]
+    assert shown == plugin.hooks
+    for _ in range(2):
+        before = len(plugin.hooks)
+        made.train()
+        hooks = plugin.hooks[before:]
+        assert ([*shown, "optimizer_built"], "end") == (hooks[:3], hooks[-1])
+        assert 1 == hooks.count("end") == hooks.count("model_built")
+
+
+def test_an_upload_begins_before_a_plugin_adds_to_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As contract and guide say of push_to_hub: the folder has its final name, the upload has begun."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(TurboTrainer, "init_hf_repo", lambda self, **more: None)
+    monkeypatch.setattr(TurboTrainer, "push_to_hub", lambda self, *args, **more: None)
+
+    def push(self: Any, folder: str) -> None:
+        begun.append(sorted(path.name for path in Path(folder).glob("recorder-*")))
+
+    monkeypatch.setattr(TurboTrainer, "_push_from_checkpoint", push)
+    plugin = recorder()
+    trainer(tmp_path, [plugin], {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}).train()
+
+    assert [[]] == begun
+    assert dict(plugin.notes)["save_checkpoint"]["final"]
+    assert (tmp_path / "checkpoint-2" / "recorder-0.txt").is_file()
 
 
 # ---- errors ----
@@ -189,7 +173,7 @@ class Other(Plugin):
 """
 
 
-@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in ("loss_weight", "end")])
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in ("problems", "loss_weight", "end")])
 def test_an_error_in_a_hook_ends_the_run_with_its_name(
     hook: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,69 +362,3 @@ def test_a_command_line_that_is_wrong_already_tells_of_missing_plugins_and_runs_
     for part in ("mtp.enabled", "no.yaml: no such file", "nowhere.py: no such file", "called unknown-name"):
         assert part in lines
     assert not mark.exists()
-
-
-# ---- loss terms on two ranks ----
-
-TERM = """\
-from torchturbo.plugins import Plugin, register
-
-class Term(Plugin):
-    def loss_term(self, outputs, batch, run):
-        targets = batch["labels"][:, 1:] != -100
-        entropy = outputs["logits"][:, :-1].float().log_softmax(-1).square().mean(-1)[targets]
-        return entropy.sum() if self.weighted else entropy.mean()
-
-@register()
-class Weighted(Term):
-    weighted = True
-    def loss_weight(self, batch, run):
-        return (batch["labels"][:, 1:] != -100).sum()
-"""
-
-
-class Gradients(TrainerCallback):  # type: ignore[misc]
-    """Keeps every gradient of the first step; the optimizer has not moved yet."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if not self.kept:
-            base = getattr(model, "module", model)
-            self.kept = {name: parameter.grad.clone() for name, parameter in base.named_parameters()}
-
-
-def one_rank(rank: int, words: list[str]) -> dict[str, Any]:
-    gradients = Gradients()
-    result = train(words, quiet=True, callbacks=[gradients])
-    history = [(entry["loss"], entry["Weighted"]) for entry in result.log_history if "loss" in entry]
-    return {"history": history, "gradients": gradients.kept}
-
-
-def test_a_weighted_loss_term_is_the_same_on_two_ranks(material: Path, tmp_path: Path) -> None:
-    """Value and every gradient, with unequal tokens a row and accumulation 4 on one rank, 2 on two."""
-    (tmp_path / "term.py").write_text(TERM)
-    words = ["--tt_gbs", "4", "--max_grad_norm", "0", "--tt_plugin", str(tmp_path / "term.py")]
-    (one,) = run_ranks(1, one_rank, command(material, tmp_path / "one", *words))
-    two = run_ranks(2, one_rank, command(material, tmp_path / "two", *words))
-
-    assert one["history"][0][1] > 1
-    for rank in two:
-        for expected, actual in zip(one["history"], rank["history"], strict=True):
-            assert pytest.approx(expected, rel=1e-5) == actual
-        for name, gradient in one["gradients"].items():
-            error = (gradient - rank["gradients"][name]).norm() / gradient.norm().clamp(min=1e-6)
-            assert error < 2e-6, name
-
-
-def test_a_weighted_term_is_the_mean_over_all_tokens_of_a_step(material: Path, tmp_path: Path) -> None:
-    """The oracle: the whole step's rows in one batch give the same loss as four micro-batches."""
-    (tmp_path / "term.py").write_text(TERM)
-    plugin = ["--tt_plugin", str(tmp_path / "term.py"), "--max_steps", "1", "--max_grad_norm", "0"]
-    small = one_rank(0, command(material, tmp_path / "a", *plugin, "--tt_gbs", "4"))
-    large = one_rank(0, command(material, tmp_path / "b", *plugin, "--per_device_train_batch_size", "8"))
-
-    assert pytest.approx(large["history"][0], rel=1e-5) == small["history"][0]
-    for name, gradient in large["gradients"].items():
-        torch.testing.assert_close(small["gradients"][name], gradient, rtol=1e-4, atol=1e-6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +52,16 @@ class Hooks:
 
     def call_one(self, plugin: Plugin, hook: str, *args: Any) -> Any:
         """Call a hook of one plugin and return what it returned; see :meth:`call`."""
+        known = dict(args[0]) if hook == "log" else {}
         try:
-            return getattr(plugin, hook)(*args, self.run)
+            found = getattr(plugin, hook)(*args, self.run)
         except ConfigError:  # a SystemExit too, and printed already
             raise
         except (Exception, SystemExit) as error:  # a plugin's sys.exit() would end the run without a word
             raise PluginError(f"plugin {name_of(plugin)}: {hook}: {type(error).__name__}: {error}") from error
+        if hook == "log":
+            _check_metrics(plugin, args[0], known)
+        return found
 
     def overriding(self, hook: str) -> list[Plugin]:
         """Return the plugins that have a hook of their own."""
@@ -106,6 +110,19 @@ class Hooks:
             except PluginError as error:
                 errors.append(error)
         return errors
+
+
+def _check_metrics(plugin: Plugin, metrics: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse what a plugin logs that is no number: the next save would fail for it, and name no plugin."""
+    for name, value in metrics.items():
+        if name in known and known[name] is value:
+            continue
+        what = f"plugin {name_of(plugin)}: log: the metric {name!r}"
+        if not isinstance(name, str):
+            raise PluginError(f"{what}: expected a text as its name, got {type(name).__name__}")
+        if not isinstance(value, int | float):
+            remedy = "; write float(...)" if hasattr(value, "__float__") else ""
+            raise PluginError(f"{what}: expected a number, got {type(value).__name__} {value!r:.60}{remedy}")
 
 
 def name_of(plugin: Plugin) -> str:

@@ -45,7 +45,11 @@ def _imported(name: str) -> Any:
 
 
 STEPS: tuple[Step, ...] = (
-    Step("plugins: model built", "torchturbo.engine.steps.plugins:model_built"),
+    Step(
+        "plugins: model built",
+        "torchturbo.engine.steps.plugins:model_built",
+        check="torchturbo.engine.steps.plugins:check",
+    ),
     Step("determinism", "torchturbo.engine.steps.determinism:apply", ("use_deterministic_algorithms",)),
     Step(
         "freeze",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchturbo.engine.config import EngineConfig
+    from torchturbo.errors import Problem
     from torchturbo.runtime import Runtime
 
 FRAMEWORKS = ("hf_trainer", "llama_factory")
@@ -95,13 +96,35 @@ class Plugin:
             self.settings
         )  # for the record of a run, whatever is made of them
 
-    # ---- once, while the run is set up ----
+    # ---- while the run is set up ----
+
+    def problems(self, model: nn.Module, run: Run) -> Sequence[str | Problem]:
+        """Return what keeps the plugin from working in this run, an empty list for nothing: the run then stops.
+
+        It is told together with everything else that is wrong. ``torchturbo train`` asks before it reads a weight, the
+        model being on the meta device, and again of the model itself: look at its configuration, modules and shapes,
+        at ``run.config``, and change nothing. ``run.model`` and ``run.trainer`` are None or not set up.
+
+        Returns
+        -------
+        Sequence
+            Messages, or a :class:`torchturbo.errors.Problem` for one with a place and a remedy of its own.
+
+        """
+        return ()
 
     def model_built(self, model: nn.Module, run: Run) -> None:
-        """The model is there with its weights, and the engine has not touched it."""
+        """The model is there with its weights, and the engine has not touched it.
+
+        Called for each model that the engine prepares: where the trainer makes models itself (``model_init``), that is
+        one when it is set up and one for each ``train()``. A model that another trainer has taken comes a second time.
+        """
 
     def before_shard(self, model: nn.Module, run: Run) -> None:
-        """Every step but the sharding is done: the last moment at which parameters are whole on every rank."""
+        """Every step but the sharding is done: the last moment at which parameters are whole on every rank.
+
+        Called as often as :meth:`model_built`.
+        """
 
     def optimizer_built(self, optimizer: Optimizer, run: Run) -> None:
         """The optimizer is there, its schedule is not: groups and rates can still be changed."""
@@ -112,7 +135,10 @@ class Plugin:
     # ---- each optimizer step ----
 
     def step_begin(self, micro_batches: Sequence[Mapping[str, Any]], run: Run) -> None:
-        """An optimizer step begins; these are the rank's micro-batches, on the device; an epoch's end may leave none."""
+        """An optimizer step begins; these are the rank's micro-batches, on the device: one at least.
+
+        Batches may be changed; their number may not.
+        """
 
     def loss_weight(self, batch: Mapping[str, Any], run: Run) -> Tensor | None:
         """Return a micro-batch's weight in :meth:`loss_term`, a scalar tensor: the number of tokens it sums over.
@@ -141,23 +167,30 @@ class Plugin:
     # ---- now and then ----
 
     def log(self, metrics: dict[str, float], run: Run) -> None:
-        """Training metrics are about to be logged, also to TensorBoard and the like: add to them, or read them."""
+        """Training metrics are about to be logged, also to TensorBoard and the like: add numbers, or read them."""
 
     def paused(self, run: Run) -> None:
-        """The loop leaves training, to evaluate or to save."""
+        """The loop leaves training, to evaluate or to save; also before an evaluation or prediction outside of one."""
 
     def resumed(self, run: Run) -> None:
-        """The loop is back in training."""
+        """What began with :meth:`paused` is over, also by an error."""
 
     def save_checkpoint(self, folder: Path, run: Run) -> None:
         """A checkpoint is being written: put into its folder what a resumed run needs.
 
         The folder gets its final name when every rank is done with it, so nothing half-written is ever resumed.
         Ranks share the folder: each uses file names of its own, or only rank 0 writes.
+
+        With ``push_to_hub`` it is not so: the folder has its final name already, and its upload has begun, so that what
+        is written here may be missing on the Hub.
         """
 
     def end(self, run: Run) -> None:
-        """The run is over, also after an error or Ctrl-C; called once, of every plugin."""
+        """A training is over, also by an error or Ctrl-C: called once for each ``train()``, of every plugin.
+
+        So it is when a trainer can't be set up after its plugins were shown the model. An exception here ends nothing:
+        the other plugins are told too and the model is saved, and then it is reported.
+        """
 
 
 HOOKS = tuple(name for name in vars(Plugin) if inspect.isfunction(vars(Plugin)[name]) and not name.startswith("_"))
