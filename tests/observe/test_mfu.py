@@ -79,13 +79,13 @@ def test_the_figures_by_hand(clock: Time) -> None:
     clock.now += 4
     step(meter, run, batch(2), batch(4))
     lengths = [5, 3, 7, 2, 4]
-    tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+    tokens, squared = sum(lengths), sum(length**2 for length in lengths)
     possible = 312e12 * 4
     flops = count(run.model)
 
     metrics = logged_by(meter, run)
     assert metrics["tokens_per_second"] == tokens / 4
-    assert metrics["mfu"] == pytest.approx(flops.model(tokens, squares) / possible)
+    assert metrics["mfu"] == pytest.approx(flops.model(tokens, squared) / possible)
     pairs = {FULL: sum(causal_pairs(length, FULL) for length in lengths)}
     assert metrics["mfu_causal"] == pytest.approx(flops.causal(tokens, pairs) / possible)
     assert metrics["hfu"] == metrics["mfu"] > metrics["mfu_causal"]
@@ -102,6 +102,23 @@ def test_hfu_is_higher_where_activations_are_recomputed(clock: Time) -> None:
 
     metrics = logged_by(meter, run)
     assert 1.2 < metrics["hfu"] / metrics["mfu"] < 4 / 3
+
+
+def test_hfu_is_higher_where_the_loss_turns_out_to_recompute_the_head(clock: Time) -> None:
+    """As in fp16, which a chunked loss finds out in its first forward."""
+    from torchturbo.objectives import chunked
+
+    run, rows = a_run(), torch.arange(9)[None] + 5
+    chunked.install(run.model.train(), 4)
+    meter = Meter("a100")
+    meter.step_begin([batch(9)], run)
+    with torch.autocast("cpu", torch.float16):
+        run.model(input_ids=rows, labels=rows, num_items_in_batch=1)
+    meter.step_end(run)
+    clock.now += 1
+
+    metrics = logged_by(meter, run)
+    assert metrics["hfu"] - metrics["mfu"] == pytest.approx(2 * 9 * 32 * 320 / 312e12)
 
 
 def test_a_log_starts_the_next_interval(clock: Time) -> None:

@@ -52,6 +52,7 @@ class Meter(Plugin):
 
     def _forget(self) -> None:
         self._ready = False
+        self._counted_loss = False
         self._total: Tensor | None = None  # of the finished steps since the last log, over all ranks
         self._step: Tensor | None = None
 
@@ -74,6 +75,9 @@ class Meter(Plugin):
         if self._step is not None:
             self._total = self._step if self._total is None else self._total + self._step
             self._step = None
+        if self.flops is not None and not self._counted_loss:
+            self._counted_loss = True
+            self.flops = count(run.model)  # a chunked loss knows once it has run whether it computes the head again
 
     def paused(self, run: Run) -> None:
         """Evaluating and saving are no training."""
