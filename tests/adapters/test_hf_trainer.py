@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import framework_values, said_values
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
+from torchturbo.adapters.hf_places import PlacesMixin
 from torchturbo.adapters.hf_trainer import TurboMixin, TurboTrainer, turbo
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.engine.config import Layer, build_from_args
@@ -503,7 +504,7 @@ def test_trainers_constructor_derives_nothing_before_the_accelerator() -> None:
 
 def test_no_name_of_trainers_is_taken_by_accident() -> None:
     """A private helper that Trainer happens to have too would replace it without a word."""
-    own = {name: value for kind in (TurboMixin, CheckpointMixin) for name, value in vars(kind).items()}
+    own = {name: value for kind in (TurboMixin, PlacesMixin, CheckpointMixin) for name, value in vars(kind).items()}
     shared = {name: value for name, value in own.items() if callable(value) and hasattr(Trainer, name)}
 
     assert shared

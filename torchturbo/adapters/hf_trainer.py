@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import find_batch_size
 from transformers import Trainer
-from transformers.trainer_callback import TrainerCallback
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import (
@@ -29,13 +27,14 @@ from torchturbo.adapters.hf_arguments import (
     term_clashes,
 )
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
+from torchturbo.adapters.hf_places import LoopCallback, PlacesMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
 from torchturbo.engine.args import get_torchturbo_args
 from torchturbo.engine.config import merge_args
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
-from torchturbo.engine.hooks import Hooks, PluginError, name_of
+from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class TurboMixin(CheckpointMixin):
+class TurboMixin(PlacesMixin, CheckpointMixin):
     """Puts the engine under the Trainer class that follows it in the method order.
 
     Parameters, beside those of that class
@@ -96,9 +95,6 @@ class TurboMixin(CheckpointMixin):
         self._turbo_config = turbo_config
         self._given_plugins = turbo_plugins
         self._loaded_plugins = turbo_loaded
-        self._shown_optimizer: Any = None
-        self._logged_step = 0
-        self._step_begins = False
         try:
             super().__init__(*args, **kwargs)
             self._settle_loss_owner()
@@ -106,7 +102,7 @@ class TurboMixin(CheckpointMixin):
             if hasattr(self, "turbo"):
                 self.turbo.context.hooks.give_up(error)
             raise
-        self.add_callback(_Places(self))
+        self.add_callback(LoopCallback(self))
 
     # Trainer's constructor calls this first, with `self.args` and `self.model` set and nothing derived from them yet.
     # It is the one place that any subclass passes, whatever arguments its own constructor has.
@@ -298,72 +294,6 @@ class TurboMixin(CheckpointMixin):
         if not state.end_of_dataloader or state.remainder <= 0:
             return None
         return max(0, min(rows, int(state.remainder) - self.turbo.context.rank * rows))
-
-    # ---- the loop's places at which plugins are called ----
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer, and show it to the plugins before its schedule is made."""
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        # That of an earlier train() comes back wrapped.
-        bare = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        if bare is not self._shown_optimizer:
-            self._shown_optimizer = bare
-            self.turbo.context.hooks.call("optimizer_built", bare)
-        return optimizer
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch the micro-batches of an optimizer step: where it begins."""
-        self._step_begins = True
-        micro_batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self._tell_step_begins(micro_batches)
-        return micro_batches, count
-
-    def _tell_step_begins(self, micro_batches: list[Any]) -> None:
-        """Call the plugins once a step, before its tokens are counted: they may change the batches.
-
-        A dataset that does not know its length ends with a window without a batch, which is no step on any rank.
-        """
-        if not (self._step_begins and micro_batches):
-            return
-        self._step_begins = False
-        hooks, count = self.turbo.context.hooks, len(micro_batches)
-        for plugin in hooks.plugins:
-            hooks.call_one(plugin, "step_begin", micro_batches)
-            if len(micro_batches) != count:  # Trainer has planned the accumulation, and the ranks agree on it
-                message = f"made {len(micro_batches)} micro-batches of {count}; change batches, not their number"
-                raise PluginError(f"plugin {name_of(plugin)}: step_begin: {message}")
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log; what plugins and loss terms have to say stands beside the training loss, for every logger alike."""
-        context = self.turbo.context
-        if "loss" in logs and context.hooks.run is not None:
-            steps = self.state.global_step - self._logged_step
-            self._logged_step = self.state.global_step
-            if context.normaliser is not None:
-                logs |= context.normaliser.term_metrics(steps, self.args.device)
-            context.hooks.call("log", logs)
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-
-class _Places(TrainerCallback):  # type: ignore[misc]
-    """The places of the loop for which Trainer has no method: where it begins, and the end of an optimizer step."""
-
-    def __init__(self, trainer: TurboMixin) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        context = self.trainer.turbo.context
-        self.trainer._logged_step = state.global_step
-        if context.normaliser is not None:
-            context.normaliser.forget_terms()
-        if context.hooks.run is not None:
-            context.hooks.run.step = state.global_step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        hooks = self.trainer.turbo.context.hooks
-        if hooks.run is not None:
-            hooks.run.step = state.global_step
-            hooks.call("step_end")
 
 
 @functools.cache
