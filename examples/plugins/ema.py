@@ -12,6 +12,8 @@ The warm-up is that of ``tf.train.ExponentialMovingAverage`` and forgets the fir
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -81,11 +83,25 @@ class ExponentialMovingAverage(Plugin):
         if run.error is not None:
             return
         last = {name: parameter.detach().clone() for name, parameter in self._trained(run.model)}
-        for name, parameter in self._trained(run.model):
-            parameter.copy_(self.averages[name])
-        run.trainer.save_model(str(run.output_dir / "ema"), _internal_call=True)  # on every rank; the first one writes
-        for name, parameter in self._trained(run.model):
-            parameter.copy_(last[name])
+        try:
+            for name, parameter in self._trained(run.model):
+                parameter.copy_(self.averages[name])
+            self._save(run)
+        finally:  # whoever goes on with the model has the weights that were trained
+            for name, parameter in self._trained(run.model):
+                parameter.copy_(last[name])
+
+    def _save(self, run):
+        """Write the model beside its place and rename it there: a save that fails leaves no half of a model."""
+        folder, partial = run.output_dir / "ema", run.output_dir / ".ema.partial"
+        try:
+            run.trainer.save_model(str(partial), _internal_call=True)  # on every rank; the first one writes
+            if run.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+                partial.rename(folder)
+        finally:
+            if run.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
 
     def _kept(self, parameter):
         device = parameter.device if self.settings["device"] == "model" else "cpu"

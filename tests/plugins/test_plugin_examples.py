@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.engine.config import build_from_args
+from torchturbo.engine.hooks import PluginError
 from torchturbo.errors import ConfigError
 from torchturbo.plugins.load import load_plugins
 from torchturbo.plugins.schema import check
@@ -151,6 +152,33 @@ def test_a_failed_run_leaves_no_averaged_model(material: Path, tmp_path: Path) -
         train(command(material, tmp_path / "out", *given("ema", "{}\n", tmp_path)), callbacks=[Failure()])
 
     assert not (tmp_path / "out" / "ema").exists()
+
+
+def test_a_save_that_fails_leaves_the_weights_and_no_half_of_a_model(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier averages stay as well; a run that succeeds puts its own in their place."""
+    out = tmp_path / "out"
+    ema = given("ema", "decay: 0.9\nwarm_up: false\n", tmp_path)
+    train(command(material, out, *ema))
+    (out / "ema" / "earlier").touch()
+    real, weights = TurboTrainer.save_model, Weights()
+
+    def failing(self: Any, folder: Any = None, **more: Any) -> None:
+        real(self, folder, **more)
+        if "ema" in str(folder):
+            raise OSError("disk full")
+
+    monkeypatch.setattr(TurboTrainer, "save_model", failing)
+    with pytest.raises(PluginError, match="plugin ema: end: OSError: disk full"):
+        train(command(material, out, "--overwrite_output_dir", *ema), callbacks=[weights])
+    monkeypatch.undo()
+
+    saved = load_file(out / "model.safetensors")
+    assert all(torch.equal(tensor.double(), weights.kept[-1][name]) for name, tensor in saved.items())
+    assert ["ema"] == [path.name for path in out.glob("*ema*")] and (out / "ema" / "earlier").exists()
+    train(command(material, out, "--overwrite_output_dir", *ema))
+    assert not (out / "ema" / "earlier").exists() and (out / "ema" / "model.safetensors").is_file()
 
 
 # ---- z-loss ----
