@@ -84,7 +84,10 @@ class Plugin:
     name: ClassVar[str] = ""
     """How messages call the plugin; the class's name where it is empty."""
     settings_schema: ClassVar[Mapping[str, Any] | None] = None
-    """JSON Schema (draft 2020-12) of the configuration file; without one anything is handed on as it is."""
+    """JSON Schema (draft 2020-12) of the configuration file; without one anything is handed on as it is.
+
+    Settings are written to the record of the run; what the schema marks as ``writeOnly`` is not.
+    """
     origin: Origin | None = None
     """Set by the loader once the plugin is made; None for one that code made."""
 

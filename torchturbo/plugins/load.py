@@ -21,6 +21,7 @@ from torchturbo.plugins import modules
 from torchturbo.plugins.activate import Candidate, choose, make, registered_in, schema_of
 from torchturbo.plugins.contract import Plugin
 from torchturbo.plugins.schema import filled
+from torchturbo.plugins.secrets import public
 from torchturbo.plugins.settings import Document, read_settings
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def _described(plugin: Plugin) -> str:
         settings = settings if isinstance(settings, Mapping) else {}
     else:
         settings = filled({}, schema) if origin.settings is None else origin.settings
+    settings = public(settings, schema)
     text = json.dumps(settings, default=lambda value: type(value).__name__, skipkeys=True)
     return f"{name_of(plugin)} {text}" if settings else name_of(plugin)
 

@@ -19,6 +19,8 @@ from torchturbo.config.keys import Key, shown
 from torchturbo.config.names import did_you_mean
 from torchturbo.config.scalars import Written, json_type
 from torchturbo.errors import Problem, shorten
+from torchturbo.plugins.references import at
+from torchturbo.plugins.secrets import is_secret
 from torchturbo.plugins.settings import Document, dotted, not_finite
 
 DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -87,7 +89,12 @@ def check(document: Document, schema: Mapping[str, Any]) -> tuple[dict[str, Any]
         except Exception as error:  # of the schema: a reference by name, for example, is followed only here
             message = f"can't be applied: {type(error).__name__}: {shorten(' '.join(str(error).split()))}"
             return values, [Problem(document.path, NAME, message, "the plugin's author can mend it")]
-        placed = [item for error in errors for item in _problems(error, document)]
+        secret = [is_secret(values, schema, tuple(error.absolute_path)) for error in errors]
+        placed = [
+            item
+            for error, is_hidden in zip(errors, secret, strict=True)
+            for item in _problems(error, document, is_hidden)
+        ]
         problems = [problem for _, problem in sorted(placed, key=lambda item: item[0])]
     return values, problems
 
@@ -129,7 +136,7 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return schema
-        schema = _at(reference, root)
+        schema = at(reference, root)
     return {}
 
 
@@ -149,20 +156,8 @@ def _references(part: Any) -> Iterator[str]:
 def _leads(reference: str, schema: Mapping[str, Any]) -> bool:
     """Return whether a reference leads somewhere; names (``$anchor``, ``$id``) are left to the validator."""
     if reference.startswith("#/"):
-        return _at(reference, schema) is not None
+        return at(reference, schema) is not None
     return reference.startswith("#") or "://" not in reference or reference.startswith(DRAFT.rpartition("/")[0])
-
-
-def _at(reference: str, schema: Any) -> Any:
-    """Return what a reference ``#/...`` leads to by its JSON Pointer (RFC 6901), or None."""
-    for step in reference.removeprefix("#").split("/")[1:]:
-        if isinstance(schema, Mapping):
-            schema = schema.get(step.replace("~1", "/").replace("~0", "~"))
-        elif isinstance(schema, list | tuple) and step.isdigit() and int(step) < len(schema):
-            schema = schema[int(step)]
-        else:
-            return None
-    return schema
 
 
 def _wrong_defaults(schema: Mapping[str, Any], way: str = "", root: Any = None) -> Iterator[tuple[str, str]]:
@@ -191,8 +186,8 @@ def _validator(schema: Mapping[str, Any]) -> Any:
 # ---- errors in words ----
 
 
-def _problems(error: Any, document: Document) -> Iterator[tuple[tuple[int, int], Problem]]:
-    """Yield each problem of one error of jsonschema, with its position for sorting."""
+def _problems(error: Any, document: Document, is_hidden: bool) -> Iterator[tuple[tuple[int, int], Problem]]:
+    """Yield each problem of one error of jsonschema, with its position for sorting; a hidden value is not shown."""
     steps = tuple(error.absolute_path)
     node = document.node(steps)
     if error.validator == "additionalProperties":
@@ -204,6 +199,8 @@ def _problems(error: Any, document: Document) -> Iterator[tuple[tuple[int, int],
         missing = [name for name in error.validator_value if name not in error.instance]
         name = next((name for name in missing if error.message.startswith(repr(name))), missing[0])
         yield _problem(document, node, (*steps, name), "is required and missing", "")
+    elif is_hidden:
+        yield _problem(document, node, steps, _hidden_words(error), "")
     elif error.validator in ("anyOf", "oneOf") and error.context:
         yield _problem(document, node, steps, f"fits none of what it may be: {_forms(error)}", "")
     else:
@@ -245,6 +242,17 @@ def _words(error: Any, node: Node) -> tuple[str, str]:
         words = _BOUNDS[error.validator].format(shown(wanted))
         return f"expected {words}, got {_found(error.instance, node)}", ""
     return shorten(error.message), ""
+
+
+def _hidden_words(error: Any) -> str:
+    """Return what is wrong with a secret: what the library says of it holds the value."""
+    wanted = error.validator_value
+    if error.validator == "type":
+        types = [wanted] if isinstance(wanted, str) else wanted
+        return f"expected {' or '.join(types)}, got {json_type(error.instance)}"
+    if error.validator in _BOUNDS:
+        return f"expected {_BOUNDS[error.validator].format(shown(wanted))}, and is something else"
+    return f"does not fit its {error.validator}"
 
 
 def _forms(error: Any) -> str:
