@@ -18,6 +18,7 @@ from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.steps import ops
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS
+from torchturbo.objectives.normalise import own_loss_function
 from torchturbo.runtime.cpu import CpuRuntime
 
 POLICY, CHUNKED = str(KEYS["ops.policy"].cli), str(KEYS["loss_chunk.enabled"].cli)
@@ -205,6 +206,21 @@ def test_a_copy_of_the_model_is_its_own(gpu: Context) -> None:
             parameter.zero_()
 
     assert torch.equal(expected, twin(**batch()).loss.detach())
+
+
+def test_a_copys_trainer_starts_from_the_native_model(gpu: Context) -> None:
+    """A copy has what was installed and no handle of it; the original keeps its own."""
+    model = tiny.model()
+    Engine(config(), gpu).prepare(model)
+    installed = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    twin = copy.deepcopy(model)
+    assert hasattr(own_loss_function(twin), "replaces")
+    Engine(config(POLICY, "native"), Context(runtime=gpu.runtime)).prepare(twin)
+
+    assert [] == [name for name, module in twin.named_modules() if "forward" in vars(module)]
+    assert "ForCausalLMLoss" == own_loss_function(twin).__name__ and not hasattr(own_loss_function(twin), "replaces")
+    assert installed == [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert hasattr(own_loss_function(model), "replaces")
 
 
 def test_experts_follow_autocast() -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from torchturbo.ops import registry
+from torchturbo.ops import registry, shapes, switches
 from torchturbo.ops.find import Found, Site, find
 from torchturbo.ops.registry import NATIVE, OPS, Implementation
 from torchturbo.ops.replace import Handle, remove_all
@@ -161,8 +161,13 @@ def install(choices: Sequence[Choice], situation: Situation) -> None:
 
 
 def remove(base: nn.Module) -> None:
-    """Put a model back as Transformers wrote it: its modules' own dictionaries are as they were before."""
+    """Put a model back as Transformers wrote it: its modules' own dictionaries are as they were before.
+
+    A copy of a model that had implementations installed has them, too, and loses them here as well.
+    """
     remove_all(INSTALLED.pop(base, ()))
+    shapes.forget(base)
+    switches.forget(base)
 
 
 def plan(situation: Situation, policy: str) -> list[Choice]:

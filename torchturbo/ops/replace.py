@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from torch import nn
 
@@ -36,11 +37,21 @@ class Attribute:
             self._own[self._name] = self._before
 
 
+OURS: WeakSet[Any] = WeakSet()
+"""Every function that stands in the place of another: a copy of a model has it without a handle."""
+
+
+def is_ours(value: Any) -> bool:
+    """Return whether an attribute is one of our functions, or one bound to a module."""
+    return getattr(value, "__func__", value) in OURS
+
+
 def replace_forward(module: nn.Module, function: Callable[..., Any]) -> Attribute:
     """Let one module compute with another function ``(self, ...)``.
 
     It is a bound method, so that a copy of the model is bound to its own modules and not to these.
     """
+    OURS.add(function)
     return Attribute(module, "forward", MethodType(function, module))
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from torchturbo.objectives.normalise import own_loss_function
-from torchturbo.ops.replace import Attribute, Handle, innermost, replace_forward, with_globals
+from torchturbo.ops.find import ROTARY
+from torchturbo.ops.replace import OURS, Attribute, Handle, is_ours, replace_forward, with_globals
 
 if TYPE_CHECKING:
     from torchturbo.ops.find import Site
@@ -70,8 +71,7 @@ def rope(sites: Sequence[Site], kernel: Rotary) -> list[Handle]:
     for site in sites:
         function = type(site.module).forward
         if function not in forwards:
-            name = next(name for name in innermost(function).__code__.co_names if name == "apply_rotary_pos_emb")
-            forwards[function] = with_globals(function, {name: rotary_of(site.facts["native"])})
+            forwards[function] = with_globals(function, {ROTARY: rotary_of(site.facts["native"])})
         handles.append(replace_forward(site.module, forwards[function]))
     return handles
 
@@ -127,9 +127,22 @@ class LossFunction:
             return result
 
         loss_function.replaces = native  # type: ignore[attr-defined]
+        OURS.add(loss_function)
         self._attribute = Attribute(base, "_loss_function", loss_function)
 
     def remove(self) -> None:
         """Put the native function back."""
         self._used = False
         self._attribute.remove()
+
+
+def forget(base: nn.Module) -> None:
+    """Take what was installed out of a copy of a model, for which there are no handles."""
+    for module in base.modules():
+        if is_ours(vars(module).get("forward")):  # only a module without a forward of its own gets one
+            del vars(module)["forward"]
+    loss: Any = vars(base).get("_loss_function")
+    if is_ours(loss):
+        del vars(base)["_loss_function"]
+        if own_loss_function(base) is not loss.replaces:
+            vars(base)["_loss_function"] = loss.replaces

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchturbo.ops.replace import Handle, replace_forward
+from torchturbo.ops.replace import Handle, remove_all, replace_forward
 
 if TYPE_CHECKING:
     from torchturbo.ops.find import Site
@@ -19,19 +19,58 @@ ATTENTION, EXPERTS = "_attn_implementation_internal", "_experts_implementation_i
 
 def flash_attention_2(sites: Sequence[Site], situation: Any) -> list[Handle]:
     """Switch attention to FlashAttention (on an NPU Transformers calls ``npu_fusion_attention`` under this name)."""
-    return _attention(sites, situation, "flash_attention_2")
+    body: nn.Module = situation.base.base_model
+    before = _attention(sites, situation, "flash_attention_2")
+    chosen = [Kept(config, ATTENTION) for config in configurations(situation.base)]
+    outside = OutsideAutocast(sites[0].module, before, chosen)
+    return [
+        *before,
+        body.register_forward_pre_hook(outside.enter),
+        body.register_forward_hook(outside.leave, always_call=True),
+    ]
 
 
 def sdpa(sites: Sequence[Site], situation: Any) -> list[Handle]:
     """Switch attention to torch.nn.functional.scaled_dot_product_attention."""
-    return _attention(sites, situation, "sdpa")
+    return [*_attention(sites, situation, "sdpa")]
 
 
-def _attention(sites: Sequence[Site], situation: Any, name: str) -> list[Handle]:
+def _attention(sites: Sequence[Site], situation: Any, name: str) -> list[Kept]:
     base = situation.base
     kept = [Kept(config, ATTENTION) for config in configurations(base)]
     base.set_attn_implementation(name)
-    return [*kept]
+    return kept
+
+
+class OutsideAutocast:
+    """Hooks of a backbone that attends as before the switch where it computes in float32, which FlashAttention refuses.
+
+    Training keeps float32 weights and runs under autocast; generation or a forward of the user's may run outside of it.
+    """
+
+    def __init__(self, attention: nn.Module, before: Sequence[Kept], chosen: Sequence[Kept]) -> None:
+        self.attention, self.before, self.chosen = attention, before, chosen
+
+    def enter(self, body: nn.Module, args: Any) -> None:
+        """Switch back for this forward if nothing will cast its heads: Transformers casts them to a layer's format."""
+        weight = next(layer for layer in self.attention.modules() if isinstance(layer, nn.Linear)).weight
+        if weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type):
+            remove_all(self.before)
+
+    def leave(self, body: nn.Module, args: Any, output: Any) -> None:
+        """Switch to FlashAttention again, also after an error."""
+        remove_all(self.chosen)
+
+
+def forget(base: Any) -> None:
+    """Undo the switch of attention in a copy of a model, for which there are no handles."""
+    body = base.base_model
+    for hooks in (body._forward_pre_hooks, body._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(outside := getattr(hook, "__self__", None), OutsideAutocast):
+                del hooks[key]
+                body._forward_hooks_always_called.pop(key, None)
+                remove_all(outside.before)
 
 
 def grouped_mm(sites: Sequence[Site], situation: Any) -> list[Handle]:
@@ -80,15 +119,15 @@ class Kept:
     """A value in a configuration's own dictionary that a switch is about to change."""
 
     def __init__(self, config: Any, name: str) -> None:
-        self._own, self._name = vars(config), name
-        self._before = self._own.get(name, self)
+        self._config, self._name = config, name
+        self._before = vars(config).get(name, self)
 
     def remove(self) -> None:
         """Put the value back."""
         if self._before is self:
-            self._own.pop(self._name, None)
+            vars(self._config).pop(self._name, None)
         else:
-            self._own[self._name] = self._before
+            vars(self._config)[self._name] = self._before
 
 
 def configurations(base: nn.Module) -> Iterator[Any]:
