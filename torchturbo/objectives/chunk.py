@@ -21,7 +21,11 @@ def autocast_format(device_type: str) -> torch.dtype | None:
 
 
 def kept_rows(target: Tensor, ignore_index: int) -> Tensor | None:
-    """Return the rows [M] of targets [N] that count, int64; None where all do."""
+    """Return the rows [M] of targets [N] that count, int64; None where all do.
+
+    Their number is not known before it is read from the device: one wait a forward. It is paid for the rows that then
+    never reach the head, the prompts of instruction data and all padding; the alternative would compute them all.
+    """
     kept = target.ne(ignore_index).nonzero().squeeze(1)
     return None if len(kept) == len(target) else kept
 
