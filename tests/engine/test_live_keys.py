@@ -87,7 +87,7 @@ def run(
     model = tiny.model() if model is None else model
     with restored_determinism():
         trainer = TurboTrainer(
-            model=model, args=args, train_dataset=rows(), data_collator=Collator(0), turbo_plugins=plugins
+            model=model, args=args, train_dataset=rows(), data_collator=Collator(0), turbo_plugins=plugins or ()
         )
         trainer.train(resume_from_checkpoint=resume or None)
     return trainer
