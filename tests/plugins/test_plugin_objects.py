@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+from plugin_runs import trainer
+
+from torchturbo.errors import ConfigError
 from torchturbo.observe.unused import UnusedParameters
 from torchturbo.plugins import Plugin
 from torchturbo.plugins.load import equal_names, plugin_facts
@@ -87,6 +92,20 @@ def test_an_object_and_a_file_are_recorded_alike(write: Any, load: Any) -> None:
 
     for loaded, made in ((bare, Padding()), (given, Padding({"limit": 1}))):
         assert plugin_facts([made])["plugins"] == plugin_facts([loaded])["plugins"]
+
+
+def test_a_trainer_holds_objects_to_it(tmp_path: Path) -> None:
+    """Names when it is made, settings when it resumes; a run without the object does not go on either."""
+    with pytest.raises(ConfigError, match="are both called padding"):
+        trainer(tmp_path, [Padding(), Other()])
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    trainer(tmp_path, [Padding()], saving).train()
+
+    checkpoint = str(tmp_path / "checkpoint-1")
+    for plugins, found in (([Padding({"limit": 1})], r'padding \{"limit": 1\}'), ([], "none")):
+        with pytest.raises(ConfigError, match=f"made with .padding .*0.5.*, this run has .*{found}"):
+            trainer(tmp_path / "other", plugins, saving).train(checkpoint)
+    trainer(tmp_path / "same", [Padding({"limit": 0.5})], saving).train(checkpoint)
 
 
 def test_an_object_that_changes_its_settings_changes_no_record() -> None:
