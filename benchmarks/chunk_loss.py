@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed")
     parser.add_argument("--json", action="store_true", help="print every figure")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="measure these beside plain and our own")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=32768)
