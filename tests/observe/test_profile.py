@@ -281,3 +281,25 @@ def test_without_the_option_there_is_no_profiler(material: Path, tmp_path: Path)
 
     assert not (tmp_path / "out" / "profiling").exists()
     assert current_runtime(use_cpu=True).profiler_activities() == ("CPU",)
+
+
+def test_another_profiler_is_left_alone(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """Torch has one a process: ours would end the user's without a word."""
+    with profile(activities=[ProfilerActivity.CPU]) as others:
+        train(command(material, tmp_path / "out"))
+
+    assert len(others.events()) > 100
+    assert [] == traces(tmp_path / "out")
+    assert any("another profiler is recording" in line for line in logged)
+
+
+def test_a_trace_that_kineto_gave_up_leaves_nothing(tmp_path: Path) -> None:
+    """A full disk: it writes beside the file, tells nobody, and leaves what it had."""
+
+    class FullDisk:
+        def export_chrome_trace(self, path: str) -> None:
+            Path(f"{path}.tmp").write_text("{")
+
+    with pytest.raises(OSError, match="is there space left"):
+        module._export(FullDisk(), tmp_path / "trace.json.gz")  # type: ignore[arg-type]
+    assert [] == list(tmp_path.iterdir())

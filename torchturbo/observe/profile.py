@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.profiler import record_function
 
 from torchturbo.checkpoint.files import write_text, write_with
@@ -51,7 +52,10 @@ class StepProfiler(Plugin):
     def step_begin(self, micro_batches: Sequence[Mapping[str, Any]], run: Run) -> None:
         """Start with the second step."""
         self.begun += 1
-        if self.begun == PROFILED:
+        if self.begun == PROFILED and torch.autograd._profiler_enabled():
+            # torch has one profiler a process, and a second one would end the first without a word.
+            log.warning_rank0("no profile: another profiler is recording this process")
+        elif self.begun == PROFILED:
             run.runtime.synchronize()  # what the step before left behind is not this step's
             with not_training():
                 self._profiler = run.runtime.profiler()
@@ -105,7 +109,10 @@ def _export(profiler: Profiler, path: Path) -> None:
     plain = path.with_suffix(".json")
     try:
         profiler.export_chrome_trace(str(plain))
+        if not plain.is_file():  # Kineto tells nobody
+            raise OSError("the profiler did not write its trace; is there space left?")
         with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=5) as packed:
             shutil.copyfileobj(source, packed)
     finally:
         plain.unlink(missing_ok=True)
+        plain.with_name(f"{plain.name}.tmp").unlink(missing_ok=True)  # Kineto's own, where it could not finish
