@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.files import STAGING
 from torchturbo.engine.config import load_config
+from torchturbo.engine.hooks import PluginError
 from torchturbo.errors import ConfigError
 from torchturbo.observe.size import size
 from torchturbo.train.run import TrainResult, train
@@ -610,3 +611,17 @@ def test_two_runs_are_the_same_run(material: Path, tmp_path: Path) -> None:
     first, second = (train(command(material, tmp_path / name, "--max_steps", "3")) for name in "ab")
 
     assert losses(first) == losses(second)
+
+
+def test_an_error_at_a_plugins_end_loses_no_model(material: Path, tmp_path: Path, logged: list[str]) -> None:
+    """The steps are done: the model is written first, then the error told."""
+    plugin = tmp_path / "full.py"
+    plugin.write_text(
+        "from torchturbo.plugins import Plugin, register\n\n"
+        "@register()\nclass Full(Plugin):\n    def end(self, run):\n        raise OSError('quota')\n"
+    )
+    with pytest.raises(PluginError, match="plugin Full: end: OSError: quota; the model is saved"):
+        train(command(material, tmp_path / "out", "--max_steps", "2", "--tt_plugin", str(plugin)))
+
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "plugin Full: end: OSError: quota" in logged

@@ -95,6 +95,11 @@ class Hooks:
         for error in self.end_errors:
             log.error("%s", error)
 
+    def raise_end_errors(self) -> None:
+        """Raise the first thing that a plugin got wrong at the end of a run, once the run's model is saved."""
+        for error in self.end_errors:
+            raise PluginError(f"{error}; the model is saved") from error
+
     def give_up(self, cause: BaseException) -> None:
         """Tell every plugin that the run is over because of an error, which is the one to be seen: theirs are warnings."""
         if self.run is not None:

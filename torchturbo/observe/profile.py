@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from torchturbo.checkpoint.files import write_text, write_with
@@ -52,7 +52,7 @@ class StepProfiler(Plugin):
     def step_begin(self, micro_batches: Sequence[Mapping[str, Any]], run: Run) -> None:
         """Start with the second step."""
         self.begun += 1
-        if self.begun == PROFILED and torch.autograd._profiler_enabled():
+        if self.begun == PROFILED and _profiler_enabled():
             # torch has one profiler a process, and a second one would end the first without a word.
             log.warning_rank0("no profile: another profiler is recording this process")
         elif self.begun == PROFILED:

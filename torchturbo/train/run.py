@@ -21,7 +21,6 @@ from torchturbo.checkpoint.files import clear_staging, publish_files, remove, st
 from torchturbo.checkpoint.record import CONFIG_NAME, write_record
 from torchturbo.checkpoint.resume import checkpoints
 from torchturbo.engine.config import EngineConfig
-from torchturbo.engine.hooks import PluginError
 from torchturbo.engine.model import set_cache
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem
@@ -102,8 +101,7 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
         with _output_of_its_own(job):
             result = _train(job, model, callbacks, quiet)
     _summarise(result, say)
-    for error in result.trainer.turbo.context.hooks.end_errors:
-        raise PluginError(f"{error}; the model is saved") from error
+    result.trainer.turbo.context.hooks.raise_end_errors()
     return result
 
 

@@ -59,6 +59,7 @@ def run_command(command: Command, callbacks: Sequence[Any] = ()) -> None:
     launch = Launch(config, command.arguments.said, plugins)
     with restored_determinism(), engine_underneath(package, launch):
         package.tuner.run_exp(args=_for_framework(command), callbacks=list(callbacks))
+    launch.hooks.raise_end_errors()
 
 
 def _put_back(command: Command) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboMixin
 from torchturbo.checkpoint.record import write_record
+from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import Problem, fail
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Launch:
     plugins: Sequence[Plugin] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     """What a resumed run must share with this one beyond its training arguments."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """The hooks of the trainer, once it is made."""
 
 
 class LlamaFactoryMixin(TurboMixin):
@@ -42,6 +45,7 @@ class LlamaFactoryMixin(TurboMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.turbo_facts = self.launch.facts
         super().__init__(*args, turbo_config=self.launch.config, turbo_loaded=self.launch.plugins, **kwargs)
+        self.launch.hooks = self.turbo.context.hooks
 
     def _start_engine(self) -> None:
         if (problem := quantised(self.model)) is not None:
