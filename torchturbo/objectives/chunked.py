@@ -166,7 +166,8 @@ def _without(kind: Any) -> Any:
     if "turbo_plain" in vars(kind) or not issubclass(kind, _Installed):
         return vars(kind).get("turbo_plain", kind)
     own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind)(kind.__name__, tuple(map(_without, kind.__bases__)), own)
+    make: Any = type(kind)
+    return make(kind.__name__, tuple(map(_without, kind.__bases__)), own)
 
 
 def recomputes(model: nn.Module) -> bool:

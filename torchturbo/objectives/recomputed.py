@@ -72,7 +72,8 @@ class _Recomputed(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor | None, ...]:
+        (scale,) = slopes  # of the one output
         if torch.is_grad_enabled():  # create_graph: autograd would take these gradients for constants
             raise RuntimeError(NO_SECOND_ORDER)
         hidden, target, *learned = ctx.saved_tensors

@@ -85,7 +85,8 @@ class StepProfiler(Plugin):
         if self._stopped(run) is not None:
             log.warning_rank0("no profile: the run ended inside its second optimizer step")
         elif self.begun < PROFILED and run.error is None:
-            log.warning_rank0("no profile: the run had %d optimizer step(s), and the second is profiled", self.begun)
+            text = "no profile: the run had %d of the two optimizer steps that it takes; train for longer"
+            log.warning_rank0(text, self.begun)
 
     def _stopped(self, run: Run) -> Profiler | None:
         """Stop the profiler and return it; None if none is running."""

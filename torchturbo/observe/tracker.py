@@ -167,7 +167,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def moments(self) -> Iterator[Moment]:
         """Yield what was held after each event, in order."""
-        held = dict.fromkeys(KINDS, 0)
+        held: dict[str, int] = dict.fromkeys(KINDS, 0)
         for event in self.events:
             held[self.kinds[event.storage]] += event.change
             yield Moment(event.operator, event.step, event.phase, dict(held))

@@ -140,6 +140,7 @@ def learned_positions(model: torch.nn.Module) -> int | None:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
+    module: Any
     for name, module in model.named_modules():
         is_table = isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
         if is_table and isinstance(positions, int) and 0 <= module.num_embeddings - positions <= MOST_OFFSET:
@@ -153,7 +154,7 @@ def load_model(arguments: ModelArguments, config: Any) -> Any:
     if arguments.attn_implementation is not None:
         kwargs["attn_implementation"] = arguments.attn_implementation
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             _required(arguments), trust_remote_code=arguments.trust_remote_code, output_loading_info=True, **kwargs
         )
     except ImportError as error:
@@ -163,6 +164,7 @@ def load_model(arguments: ModelArguments, config: Any) -> Any:
         raise ConfigError([Problem("--attn_implementation", "", message, "install it, or use sdpa")]) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
+    model, told = loaded
     if missing := sorted(told["missing_keys"]):
         # Transformers fills them with random numbers and prints a table; a run that starts so is hardly ever meant.
         names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"

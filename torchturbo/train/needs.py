@@ -25,7 +25,7 @@ def scheduler_problem(training: TrainingArguments) -> Problem | None:
     return None
 
 
-def optimizer_problem(training: TrainingArguments, model: torch.nn.Module | None) -> Problem | None:
+def optimizer_problem(training: TrainingArguments, model: Any) -> Problem | None:
     """Return what keeps an optimizer from being made: a package that is missing, arguments that do not fit.
 
     ``model`` may hold no weights; optimizers that pick layers by name look at it.

@@ -48,12 +48,13 @@ def run_command(command: Command, callbacks: Sequence[Any] = ()) -> None:
     base.apply_log_level(config)
     plugins, problems = load_plugins(config, FRAMEWORK)
     problems += term_clashes(command.arguments.said, plugins)
+    package = None
     try:
         package = import_package()
         problems += problems_with(command.arguments, package.arguments)
     except ConfigError as error:
         problems += error.problems
-    if problems:
+    if problems or package is None:
         fail(problems)
     _put_back(command)
     launch = Launch(config, command.arguments.said, plugins)
