@@ -17,6 +17,8 @@ COLOURS = {
     "activations": "#e08a3c",
     "other": "#b8b8b8",
 }
+COLUMNS = 300
+"""Stretches that the timeline is drawn in: each is wide enough to be seen."""
 log = get_logger(__name__)
 
 
@@ -32,8 +34,9 @@ def draw(summary: Summary, path: Path, title: str) -> Path | None:
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    at = [moment.operator for moment in summary.timeline]
-    bands = [[moment.bytes[kind] / unit for moment in summary.timeline] for kind in KINDS]
+    shown = _columns(summary.timeline)
+    at = [moment.operator for moment in shown]
+    bands = [[moment.bytes[kind] / unit for moment in shown] for kind in KINDS]
     labels = [f"{kind}  {summary.peak.bytes[kind] / unit:.3g} {name}" for kind in KINDS]
     colours = [COLOURS[kind] for kind in KINDS]
     axes.stackplot(at, bands, labels=labels, colors=colours, step="post", linewidth=0)
@@ -50,6 +53,22 @@ def draw(summary: Summary, path: Path, title: str) -> Path | None:
     )
     write_with(path, figure.savefig)
     return path
+
+
+def _columns(timeline: list[Moment]) -> list[Moment]:
+    """Return the fullest moment of each stretch that one column of the picture stands for.
+
+    A peak that lasts for few operators would otherwise be thinner than a pixel.
+    """
+    first, last = timeline[0].operator, timeline[-1].operator
+    width = max(1.0, (last - first) / COLUMNS)
+    fullest: dict[int, Moment] = {}
+    for moment in timeline:
+        column = int((moment.operator - first) / width)
+        if column not in fullest or moment.total > fullest[column].total:
+            fullest[column] = moment
+    columns = [moment._replace(operator=first + int(column * width)) for column, moment in fullest.items()]
+    return [*columns, timeline[-1]]
 
 
 def _mark_steps(axes: Any, timeline: list[Moment]) -> None:

@@ -32,6 +32,8 @@ class Known(NamedTuple):
     """What installs it where that is not the extra and not ``pip install NAME``."""
 
 
+# In one command with torch, or pip replaces it; its Transformers is older than the one of torchturbo train.
+LLAMA_FACTORY = "in an environment of its own: pip install torch llamafactory (see the guide to LLaMA-Factory)"
 KNOWN: tuple[Known, ...] = (
     Known("torch", "training", needed=True),
     Known("transformers", "training", needed=True),
@@ -41,7 +43,7 @@ KNOWN: tuple[Known, ...] = (
     Known("gguf", "the quickstart's model"),
     Known("peft", "LoRA and other adapters"),
     Known("liger-kernel", "fused operators on NVIDIA GPUs"),
-    Known("llamafactory", "torchturbo llamafactory"),
+    Known("llamafactory", "torchturbo llamafactory", command=LLAMA_FACTORY),
     Known("torch_npu", "Ascend NPUs", command="pip install torch_npu, in the release of your torch and CANN"),
 )
 
