@@ -71,7 +71,7 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Run all tests, training included, on Python 3.11 in .venv."""
-    python = with_torch(session, "test", "codegen")
+    python = with_torch(session, "test", "test-training", "codegen")
     elsewhere = [f"--ignore={folder}" for folder in OWN_SESSION]
     arguments = session.posargs or ["--numprocesses=2"]  # each worker may start two ranks of its own
     env = QUIET | {"OMP_NUM_THREADS": "1"}
@@ -130,7 +130,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bench_device(session: nox.Session) -> None:
     """Measure what runs on one device: `-- chunk_loss --check` runs one script, without arguments all of them."""
-    python = with_torch(session, "test")
+    python = with_torch(session, "test", "test-training")
     scripts = [session.posargs] if session.posargs else [["chunk_loss"], ["ops"], ["observe"]]
     for name, *arguments in scripts:
         session.run(python, f"benchmarks/{name}.py", *arguments, env=QUIET, external=True)

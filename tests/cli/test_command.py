@@ -92,7 +92,10 @@ def test_completion_prints_the_script_of_a_shell(torchturbo: Run, shell: str) ->
         ("torchturbo train --tt_mixed_precision ", ["bf16", "fp32"]),
         ("torchturbo train --tt_mixed_precision b", ["bf16"]),
         ("torchturbo train --tt_sp", ["--tt_sp_size"]),
-        ("torchturbo train --output_dir out --tt_card_name h", ["h20", "h100", "h200", "h100-pcie", "h100-nvl", "h200-nvl"]),
+        (
+            "torchturbo train --output_dir out --tt_card_name h",
+            ["h20", "h100", "h200", "h100-pcie", "h100-nvl", "h200-nvl"],
+        ),
         ("torchturbo train --tt_enable_mtp ", ["true", "false"]),
         ("torchturbo config show --tt_prefetch_dir", ["--tt_prefetch_direction"]),
         ("torchturbo config show --format ", ["table", "yaml", "json"]),
