@@ -51,6 +51,9 @@ def _option(key: Key) -> list[str]:
     if key.type == "boolean":
         value = f"[{value}]"
     facts = []
+    if len(f"  {key.cli} {value}") > WIDTH:  # a long list reads better as a sentence
+        value = key.metavar or ""
+        facts.append(f"One of {', '.join(key.choices)}")
     if key.nullable and key.default is None:
         facts.append(f"Default: {key.null[0].lower()}{key.null[1:].rstrip('.')}")
     elif key.type != "array":

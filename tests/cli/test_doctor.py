@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -55,6 +56,10 @@ def a_device(**changes: Any) -> Device:
 # ---- this machine ----
 
 
+with_torch = pytest.mark.skipif(find_spec("torch") is None, reason="says what torch finds")
+
+
+@with_torch
 def test_it_says_what_is_here(torchturbo: Run) -> None:
     """Versions, the device, every live key, in 80 columns however wide the terminal is."""
     import torch
@@ -71,6 +76,7 @@ def test_it_says_what_is_here(torchturbo: Run) -> None:
         assert 1 == [line.split()[0] for line in done.out.splitlines() if line.startswith("  ")].count(path), path
 
 
+@with_torch
 def test_programs_get_the_same_as_json(torchturbo: Run) -> None:
     """One document; names in it are the contract's."""
     done = torchturbo("doctor", "--format", "json")
@@ -142,6 +148,7 @@ def test_without_torch_every_key_has_its_own_text() -> None:
 # ---- other machines ----
 
 
+@with_torch
 def test_a_package_that_is_too_old_is_a_problem(torchturbo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The minimum is that of TorchTurbo's own metadata."""
     monkeypatch.setattr(packages, "requirements", lambda: ["transformers>=99.1; extra == 'train'"])
@@ -172,6 +179,7 @@ def test_versions_compare_by_number(found: str, minimum: str, old: bool) -> None
     assert old == packages.Package("x", found, minimum, "", True, "").too_old
 
 
+@with_torch
 def test_a_broken_torch_is_a_problem(torchturbo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one line, without a traceback, and the rest of the report is there."""
 
@@ -252,6 +260,7 @@ def test_what_the_device_could_use_is_offered(monkeypatch: pytest.MonkeyPatch) -
     assert {compiler: "torch.compile operators (needs a C++ compiler: no g++ on the PATH)"} == found
 
 
+@with_torch
 def test_the_device_section_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several devices of one kind are one line."""
     monkeypatch.setattr(report, "current_device", a_device)
@@ -262,6 +271,7 @@ def test_the_device_section_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "141 GiB" in text
 
 
+@with_torch
 def test_emulated_and_missing_bf16_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the runtime's own answers."""
     monkeypatch.setattr(CpuRuntime, "emulates_bf16", lambda self: True)

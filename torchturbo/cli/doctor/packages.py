@@ -33,7 +33,7 @@ class Known(NamedTuple):
 
 
 # In one command with torch, or pip replaces it; its Transformers is older than the one of torchturbo train.
-LLAMA_FACTORY = "in an environment of its own: pip install torch llamafactory (see the guide to LLaMA-Factory)"
+LLAMA_FACTORY = "pip install torch llamafactory, in an environment of its own"
 KNOWN: tuple[Known, ...] = (
     Known("torch", "training", needed=True),
     Known("transformers", "training", needed=True),
