@@ -64,7 +64,7 @@ class OutsideAutocast:
 
 def forget(base: Any) -> None:
     """Undo the switch of attention in a copy of a model, for which there are no handles."""
-    body = base.base_model
+    body = getattr(base, "base_model", base)  # a module of any kind may be asked to undo what it never had
     for hooks in (body._forward_pre_hooks, body._forward_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(outside := getattr(hook, "__self__", None), OutsideAutocast):
