@@ -107,3 +107,19 @@ def test_a_copy_of_a_prepared_model_has_the_plain_loss(way: str) -> None:
     assert isinstance(model.loss_function, NormalisedLoss)
     assert not isinstance(other.loss_function, NormalisedLoss)
     assert torch.equal(model(input_ids=IDS, labels=IDS).loss, other(input_ids=IDS, labels=IDS).loss)
+
+
+def test_a_cache_that_an_earlier_engine_turned_off_comes_back() -> None:
+    """What the second saves and releases generates as the model did before both."""
+    model = tiny.model()
+    assert model.config.use_cache
+    engine().prepare(model)
+    second = engine()
+    second.prepare(model)
+    assert not model.config.use_cache
+
+    with second.cache_as_found(model):
+        assert model.config.use_cache
+    second.release(model)
+
+    assert model.config.use_cache

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from transformers.trainer_utils import rotate_checkpoints
 
 from torchturbo.checkpoint.damage import saved_step
@@ -210,8 +209,3 @@ def _loading(checkpoint: str | None) -> Iterator[None]:
         except Exception as error:
             message = f"can't be loaded: {shorten(' '.join(str(error).split()) or type(error).__name__, 300)}"
             raise ConfigError([Problem(str(checkpoint), "", message, "use another checkpoint")]) from error
-
-
-def _barrier() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 OWNERS: WeakKeyDictionary[nn.Module, ref[Engine]] = WeakKeyDictionary()
 """The engine that prepared a model last."""
+CACHES: WeakKeyDictionary[nn.Module, bool | None] = WeakKeyDictionary()
+"""How a prepared model's key-value cache was before the first engine turned it off."""
 
 
 class Engine:
@@ -48,9 +50,12 @@ class Engine:
         Transformers does not look for document boundaries in packed rows.
         """
         pipeline.undo(model)
-        self._use_cache = set_cache(model, False)
+        base, found = base_model(model), set_cache(model, False)
+        if found or base not in CACHES:  # off, it may be an earlier engine's doing
+            CACHES[base] = found
+        self._use_cache = CACHES[base]
         pipeline.apply(model, self.config, self.context)
-        OWNERS[base_model(model)] = ref(self)
+        OWNERS[base] = ref(self)
         return model
 
     def owns(self, model: nn.Module) -> bool:
@@ -71,7 +76,8 @@ class Engine:
         """Make a trained model ready for use, in place: as its class wrote it, with the weights that were trained."""
         set_cache(model, self._use_cache)
         pipeline.undo(model)
-        OWNERS.pop(base_model(model), None)
+        for known in (OWNERS, CACHES):
+            known.pop(base_model(model), None)
         return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:
