@@ -47,15 +47,6 @@ def test_the_error_shows_all_factors_and_what_to_do() -> None:
     )
 
 
-def test_sequence_groups_must_divide_the_ranks() -> None:
-    """Then no global batch is valid, so the other key is named."""
-    problem = batch_problem(4, 6, 4)
-
-    assert problem is not None
-    assert problem.key == "parallel_plan.sp_size"
-    assert "use one of 1, 2, 3, 6" in problem.remedy
-
-
 def test_a_plan_counts_sequences_once_per_group() -> None:
     """Ranks of one sequence group share a micro-batch."""
     plan = BatchPlan(micro_batch=4, accumulation=2, world_size=8, sp_size=2)

@@ -12,6 +12,7 @@ from torchturbo.engine import pipeline
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger, set_log_level
 from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_problem
+from torchturbo.parallel.mesh import MeshPlan, mesh_problems
 
 if TYPE_CHECKING:
     from torchturbo.config.merge import Merged
@@ -104,13 +105,20 @@ def apply_log_level(config: EngineConfig) -> None:
     set_log_level(config.runtime.log_level)
 
 
-def plan_batch(config: EngineConfig, micro_batch: int, accumulation: int, world_size: int) -> BatchPlan | Problem:
-    """Return the batch of one optimizer step; the framework's accumulation steps hold where no gbs is set."""
+def plan_batch(config: EngineConfig, micro_batch: int, accumulation: int, world_size: int) -> BatchPlan | list[Problem]:
+    """Return the batch of one optimizer step; the framework's accumulation steps hold where no gbs is set.
+
+    What keeps the ranks from forming the groups of the configuration is returned instead, all at once.
+    """
     gbs, sp_size = config.gbs, config.parallel_plan.sp_size
+    problems = mesh_problems(config, world_size)
+    if gbs is not None and world_size % sp_size == 0:
+        problem = batch_problem(gbs, world_size, sp_size, place=config.origin("gbs").place)
+        problems += [problem] if problem else []
+    if problems:
+        return problems
     if gbs is None:
         return BatchPlan(micro_batch, accumulation, world_size, sp_size)
-    if problem := batch_problem(gbs, world_size, sp_size, place=config.origin("gbs").place):
-        return problem
     steps = accumulation_steps(gbs, world_size, sp_size)
     assert steps is not None  # batch_problem would have said so
     return BatchPlan(micro_batch, steps, world_size, sp_size)
@@ -130,9 +138,11 @@ def report_accumulation(config: EngineConfig, plan: BatchPlan, said: int | None,
 
 
 def describe_backend(config: EngineConfig, world_size: int) -> str:
-    """Return the log line about the distributed backend: what is set, and what this version runs."""
-    where = "one process has nothing to distribute" if world_size == 1 else f"{world_size} ranks"
-    return f"backend {config.backend}: this version runs DistributedDataParallel, {where}"
+    """Return the log line about the distributed backend: what shards the model, and over which ranks."""
+    plan = MeshPlan.of(config, world_size)
+    if world_size == 1:
+        return f"backend {config.backend}: {plan}, nothing to shard"
+    return f"backend {config.backend}: {plan}"
 
 
 def settings_lines(config: EngineConfig) -> list[str]:

@@ -27,6 +27,7 @@ from torchturbo.adapters.hf_arguments import (
     term_clashes,
 )
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
+from torchturbo.adapters.hf_distributed import DistributedMixin
 from torchturbo.adapters.hf_places import LoopCallback, PlacesMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
@@ -46,13 +47,14 @@ from torchturbo.runtime import current_runtime
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from torchturbo.checkpoint.weights import WeightSource
     from torchturbo.engine.config import EngineConfig
     from torchturbo.runtime import Runtime
 
 log = get_logger(__name__)
 
 
-class TurboMixin(PlacesMixin, CheckpointMixin):
+class TurboMixin(PlacesMixin, DistributedMixin, CheckpointMixin):
     """Puts the engine under the Trainer class that follows it in the method order.
 
     Parameters, beside those of that class
@@ -63,6 +65,8 @@ class TurboMixin(PlacesMixin, CheckpointMixin):
         Plugins made in code, which follow those that the configuration names.
     turbo_loaded
         The plugins that the configuration names, where the caller has loaded them already.
+    turbo_weights
+        Where the weights are of a model that is made on the meta device; each rank then reads its own share of them.
 
     """
 
@@ -90,9 +94,11 @@ class TurboMixin(PlacesMixin, CheckpointMixin):
         turbo_config: EngineConfig | None = None,
         turbo_plugins: Sequence[Plugin] = (),
         turbo_loaded: Sequence[Plugin] | None = None,
+        turbo_weights: WeightSource | None = None,
         **kwargs: Any,
     ) -> None:
         self._turbo_config = turbo_config
+        self._weights = turbo_weights
         self._given_plugins = turbo_plugins
         self._loaded_plugins = turbo_loaded
         try:
@@ -112,25 +118,7 @@ class TurboMixin(PlacesMixin, CheckpointMixin):
             self._start_engine()
             if self.model is not None:
                 self.turbo.prepare(self.model)
-                self._look_for_unused()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-
-    def _look_for_unused(self) -> None:
-        """Let DDP look for parameters that a batch leaves unused, where there can be some.
-
-        Trainer does so without checkpointing alone, for the reentrant kind can't go with it. A text batch of a
-        vision-language model would then stop the run at its second step.
-        """
-        if not self.turbo.context.partly_used or self.args.ddp_find_unused_parameters is not None:
-            return
-        section = self.turbo.config.activation_checkpointing
-        if not (section.enabled and section.use_reentrant):
-            self.args.ddp_find_unused_parameters = True
-        elif self.args.world_size > 1:
-            log.warning_rank0(
-                "a row without an image will stop this run: reentrant checkpointing keeps DDP from "
-                "looking for the parameters that it leaves unused"
-            )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
@@ -149,17 +137,18 @@ class TurboMixin(PlacesMixin, CheckpointMixin):
             config, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
         )
         runtime = current_runtime(use_cpu=args.use_cpu)
-        found = (plan, base.device_problem(args.device.type, runtime), base.launch_problem(args.world_size))
-        problems = [problem for problem in found if isinstance(problem, Problem)]
+        found = (base.device_problem(args.device.type, runtime), base.launch_problem(args.world_size))
+        problems = [*(plan if isinstance(plan, list) else []), *(problem for problem in found if problem)]
         hooks, wrong = self._hooks(config, runtime)
-        engine = Engine(config, Context(runtime, args.world_size, args.process_index, hooks=hooks))
+        context = Context(runtime, args.world_size, args.process_index, hooks=hooks, weights=self._weights)
+        engine = Engine(config, context)
         problems += wrong
         if clash := loss_clash(config, args.label_smoothing_factor) or compile_clash(config, args.torch_compile):
             problems.append(clash)
         problems += term_clashes(hooks.plugins, args.label_smoothing_factor)
         if self.model is not None:
             problems += engine.problems(self.model)
-        if problems or isinstance(plan, Problem):
+        if problems or isinstance(plan, list):
             fail(problems)
         self._one_device_a_process()
         self.args = taken_over(args, plan.accumulation)
@@ -247,8 +236,12 @@ class TurboMixin(PlacesMixin, CheckpointMixin):
         # Trainer multiplies by the ranks at the end of its own compute_loss. That is right for a loss that did not go
         # through the normaliser (fused kernels replace the model's forward), and a second time for one that did.
         self.args.average_tokens_across_devices = True
-        with normaliser.applied(on_scaled=lambda: setattr(self.args, "average_tokens_across_devices", False)):
+        with normaliser.applied(on_scaled=self._loss_was_scaled):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _loss_was_scaled(self) -> None:
+        self.args.average_tokens_across_devices = False
+        self.turbo_share = True
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchturbo.engine.hooks import Hooks
+from torchturbo.parallel.mesh import Meshes, MeshPlan
 from torchturbo.runtime import Runtime, current_runtime
 
 if TYPE_CHECKING:
+    from torchturbo.checkpoint.weights import WeightSource
     from torchturbo.objectives.normalise import Normaliser
 
 
@@ -29,3 +31,13 @@ class Context:
     """Whether a batch can leave trained parameters without a gradient, as one without images does a vision tower's."""
     hooks: Hooks = field(default_factory=Hooks)
     """The run's plugins and observers."""
+    plan: MeshPlan = field(default_factory=MeshPlan)
+    """The sizes of the mesh's axes, known before there is a process group."""
+    sharded: bool = False
+    """Whether FSDP2 holds the parameters: always with several ranks, and where one process offloads them."""
+    meshes: Meshes | None = None
+    """The process groups of a sharded run, made by the step "mesh"."""
+    weights: WeightSource | None = None
+    """Where a model gets its weights from that is still on the meta device when it has been sharded."""
+    saved_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Number format of each parameter in the checkpoint that it came from, by name; an export casts back to it."""

@@ -13,6 +13,7 @@ from torch import nn
 from torchturbo.engine import pipeline
 from torchturbo.engine.context import Context
 from torchturbo.engine.model import base_model, set_cache
+from torchturbo.parallel.mesh import MeshPlan
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -34,6 +35,9 @@ class Engine:
         self.config = config
         self.context = context
         self._use_cache: bool | None = None
+        offload = config.backend_config.cpu_offload
+        context.plan = MeshPlan.of(config, context.world_size)
+        context.sharded = context.world_size > 1 or (offload.enabled and offload.mode == "all")
 
     def problems(self, model: nn.Module) -> list[Problem]:
         """Return what the steps find wrong with a model; its weights may be on the meta device still.

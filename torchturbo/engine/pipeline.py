@@ -1,8 +1,8 @@
 """The order in which the engine works on a model, as data, and which configuration key each step consumes.
 
 Add a step: a function ``(model, config, context)`` in a module of its own under ``torchturbo/engine/steps/``, and one
-row below in its place of the order freeze, extra heads, ops, losses, sequence, experts, activation checkpointing,
-shard, prefetch, optimizer. Add an observer: a function ``(config)`` that returns a plugin, or None where its keys do
+row below in its place of the order freeze, extra heads, ops, losses, mesh, sequence, experts, activation
+checkpointing, shard, prefetch. Add an observer: a function ``(config)`` that returns a plugin, or None where its keys do
 not ask for one. A key that no row claims is refused when it is set: :func:`inactive_problems`.
 This module imports neither torch nor transformers: ``config show`` reads it.
 """
@@ -78,6 +78,7 @@ STEPS: tuple[Step, ...] = (
         check="torchturbo.engine.steps.losses:check",
         undo="torchturbo.engine.steps.losses:undo",
     ),
+    Step("mesh", "torchturbo.engine.steps.mesh:apply"),
     Step(
         "activation checkpointing",
         "torchturbo.engine.steps.activation_checkpointing:apply",
@@ -86,6 +87,7 @@ STEPS: tuple[Step, ...] = (
         undo="torchturbo.engine.steps.activation_checkpointing:undo",
     ),
     Step("plugins: before shard", "torchturbo.engine.steps.plugins:before_shard"),
+    Step("shard", "torchturbo.engine.steps.shard:apply", ("backend_config.reshard_after_forward",)),
 )
 """What is done to a model, in this order."""
 

@@ -2,9 +2,12 @@
 
 ``loss_rank = R * numerator_rank / denominator_global``: the numerator is a sum over this rank's own tokens, the
 denominator the number of valid tokens of the whole window on all ranks, and R the number of ranks whose gradients
-are averaged afterwards (DistributedDataParallel averages, so R is its group; a backend that sums has R = 1). The sum
-over micro-batches and the mean over ranks are then the gradient of the mean over all tokens, however unevenly
-they are spread. A mean per micro-batch is not: https://github.com/huggingface/transformers/pull/34191.
+are averaged afterwards: all of them where gradients are averaged, 1 where they are summed, as FSDP2 does here. The
+sum over micro-batches and ranks is then the gradient of the mean over all tokens, however unevenly they are spread.
+A mean per micro-batch is not: https://github.com/huggingface/transformers/pull/34191.
+
+Under sequence parallelism the ranks of a group hold the same micro-batch until the model slices it: its weight is
+counted by each of them and so divided by their number, while its numerator is the sum over a rank's own slice.
 
 Terms that are no sum over tokens (a router's auxiliary loss) are means over micro-batches and ranks.
 """
@@ -111,15 +114,24 @@ class Normaliser:
     Parameters
     ----------
     ranks
-        R: the number of ranks whose gradients are averaged.
+        The ranks of the run.
     group
         Their process group; None is the default group.
+    summed
+        Whether gradients are summed over the ranks instead of averaged. A rank's loss is then its share of the sum,
+        as long as it is going to be differentiated; one that is only looked at is always a mean over ranks.
+    sp_size
+        How many neighbouring ranks share one micro-batch.
 
     """
 
-    def __init__(self, ranks: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, ranks: int = 1, group: dist.ProcessGroup | None = None, *, summed: bool = False, sp_size: int = 1
+    ) -> None:
         self.ranks = ranks
         self.group = group
+        self.summed = summed
+        self.sp_size = sp_size
         self.denominator = torch.ones((), dtype=torch.float32)
         self.micro_batches = 1
         self.terms: list[Term] = []
@@ -146,7 +158,7 @@ class Normaliser:
         count = torch.tensor(sum(map(valid_targets, micro_batches)), dtype=torch.int64, device=device)
         if self.ranks > 1:
             dist.all_reduce(count, group=self.group)
-        self.denominator = count.to(torch.float32)
+        self.denominator = (count // self.sp_size).to(torch.float32)
         self.micro_batches = max(1, len(micro_batches))
         if with_terms:
             self._open_terms(micro_batches, device)
@@ -164,7 +176,8 @@ class Normaliser:
                     sums[at] += weight.detach()
         if self.ranks > 1:
             dist.all_reduce(sums, group=self.group)
-        self._weights = {term.name: total for term, total in zip(weighted, sums.float(), strict=True)}
+        totals = (sums / self.sp_size).float()
+        self._weights = {term.name: total for term, total in zip(weighted, totals, strict=True)}
 
     @contextmanager
     def window_kept(self) -> Iterator[None]:
@@ -177,11 +190,16 @@ class Normaliser:
 
     def token_term(self, numerator: Tensor) -> Tensor:
         """Scale a sum over this rank's tokens, a scalar."""
-        return scale(numerator, self.denominator.to(numerator.device), self.ranks)
+        return scale(numerator, self.denominator.to(numerator.device), self.factor)
 
     def mean_term(self, value: Tensor) -> Tensor:
-        """Scale a term that is a mean over micro-batches and ranks, a scalar; averaging the gradients does the ranks."""
-        return value / self.micro_batches
+        """Scale a term that is a mean over micro-batches and ranks, a scalar."""
+        return value * (self.factor / (self.ranks * self.micro_batches))
+
+    @property
+    def factor(self) -> int:
+        """R: the number of ranks over which the loss that is computed now will be averaged."""
+        return 1 if self.summed and torch.is_grad_enabled() else self.ranks
 
     @contextmanager
     def applied(self, on_scaled: Callable[[], None] | None = None) -> Iterator[None]:
@@ -265,8 +283,9 @@ class Normaliser:
                 raise RuntimeError(
                     f"{term.name}: no window is open; call open_window with the step's micro-batches first"
                 )
-            value = scale(value, self._weights[term.name].to(value.device), self.ranks)
-        self._logged[term.name] = self._logged.get(term.name, 0) + value.detach().float()
+            value = scale(value, self._weights[term.name].to(value.device), self.factor)
+        shown = value.detach().float() * (self.ranks / self.factor)  # as a mean over ranks
+        self._logged[term.name] = self._logged.get(term.name, 0) + shown
         return loss + value
 
     def forget_terms(self) -> None:

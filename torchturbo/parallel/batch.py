@@ -72,15 +72,8 @@ def batch_problem(gbs: int, world_size: int, sp_size: int = 1, *, place: str = "
     """Return what is wrong with a global batch on this many ranks, or None.
 
     Every factor is in the message: the reader has the launch command, the file and the variable to choose from.
+    ``sp_size`` divides ``world_size`` (:func:`torchturbo.parallel.mesh.mesh_problems` says where it does not).
     """
-    if world_size % sp_size:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        return Problem(
-            place,
-            "parallel_plan.sp_size",
-            f"{sp_size} ranks share a sequence, but world_size {world_size} is no multiple of {sp_size}",
-            f"use one of {', '.join(map(str, divisors))}",
-        )
     if accumulation_steps(gbs, world_size, sp_size) is not None:
         return None
     return Problem(

@@ -158,14 +158,13 @@ def _check(
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
     )
-    if isinstance(plan, Problem):
-        problems.append(plan)
+    problems += plan if isinstance(plan, list) else []
     for problem in (base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size)):
         if problem is not None:
             problems.append(problem)
     plugins, wrong = load_plugins(config, TurboTrainer.turbo_framework)
     problems += wrong + term_clashes(plugins, training.label_smoothing_factor, typed=True)
-    if problems or isinstance(plan, Problem):
+    if problems or isinstance(plan, list):
         raise ConfigError(problems)
     job = Job(config, model, data, training, runtime, plan, files=files, resume=resume, plugins=plugins)
     return job, rows, eval_rows

@@ -163,7 +163,7 @@ def _check(training: Any, launch: Launch) -> None:
     groups = {"accelerator_config": getattr(training, "accelerator_config", None)}  # may have come from a file
     found: list[Any] = [
         *(clash._replace(place=placed(clash.place, launch.said)) for clash in clashes(groups, typed=True)),
-        plan, base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size),
+        *(plan if isinstance(plan, list) else []), base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size),
         _newest_whole(training, launch),
     ]  # fmt: skip
     if problems := [problem for problem in found if isinstance(problem, Problem)]:

@@ -1,0 +1,82 @@
+"""A sharded model under Hugging Face's Trainer: who wraps it, what a rank's loss means, how gradients are clipped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from torchturbo.engine.backends.fsdp2.clip import clip_grad_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchturbo.engine.engine import Engine
+
+
+class DistributedMixin:
+    """What :class:`torchturbo.adapters.hf_trainer.TurboMixin` does where FSDP2 holds the parameters.
+
+    FSDP2 sums gradients here. A loss that went through the normaliser is this rank's share of the global loss; any
+    other (a loss function of the user's own, label smoothing) is one that Trainer means to be averaged over the ranks.
+    """
+
+    turbo: Engine
+    turbo_share: bool = False
+    """Whether the loss that was computed last is a share of a sum over ranks."""
+
+    if TYPE_CHECKING:  # Trainer's own attributes, which its constructor sets
+        args: Any
+        model: Any
+        accelerator: Any
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Let Trainer prepare everything but the model, which is sharded already."""
+        if self.turbo.context.sharded:
+            self.accelerator.prepare_model = lambda model, *_, **__: model
+            reshard(self.model)
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave a sharded model where its backend put it, which is host memory where it is offloaded."""
+        if not self.turbo.context.sharded:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on one micro-batch, and return a loss whose mean over ranks is the global one, for the logs."""
+        if not self.turbo.context.sharded:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        ranks, backward = self.turbo.context.world_size, self.accelerator.backward
+        self.turbo_share = False
+
+        def summed(loss: Tensor, **options: Any) -> None:
+            backward(loss if self.turbo_share else loss / ranks, **options)
+
+        self.accelerator.backward = summed
+        try:
+            loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.accelerator.backward = backward
+        return loss * ranks if self.turbo_share else loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if not self.turbo.context.sharded:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return clip_grad_norm(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if not self.turbo.context.sharded:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        norm = clip_grad_norm(model.parameters()) if grad_norm is None else grad_norm
+        return norm.item() if hasattr(norm, "item") else norm
+
+
+def reshard(model: Any) -> None:
+    """Free the gathered parameters of every unit.
+
+    A forward pass without a backward leaves the root's in place of the sharded ones, and an optimizer or a state dict
+    must get those.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,93 @@
+"""The units of sharding: which modules of a model FSDP2 gathers and frees together.
+
+    root (norm, head, tied embeddings, whatever is in no other unit)
+    ├── embeddings, where the head has weights of its own
+    └── each layer, in the model's order
+        └── its experts
+
+Layers are what Transformers checkpoints: the entries of a ``ModuleList`` that are checkpointing layers or of a class
+in ``_no_split_modules``. A unit's parameters are gathered before its forward and before its backward, and freed after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from torchturbo.engine.model import base_model, input_embeddings
+
+
+class LayerUnit(NamedTuple):
+    """One layer and its experts, each a unit of its own."""
+
+    name: str
+    module: nn.Module
+    stack: str
+    """Name of the list the layer is in: a vision tower's layers are not followed by the language model's."""
+    experts: tuple[tuple[str, nn.Module], ...] = ()
+    """Name and module of each set of experts inside the layer."""
+
+
+class Units(NamedTuple):
+    """All units of a model."""
+
+    root: nn.Module
+    """The module that is called."""
+    layers: tuple[LayerUnit, ...]
+    embeddings: nn.Module | None
+    """The input embeddings, where nothing else shares their weight."""
+
+    def __iter__(self) -> Iterator[nn.Module]:  # type: ignore[override]
+        """Yield every module in the order in which it has to be sharded: what is inside first."""
+        for layer in self.layers:
+            yield from (module for _, module in layer.experts)
+            yield layer.module
+        if self.embeddings is not None:
+            yield self.embeddings
+        yield self.root
+
+
+def find_units(model: nn.Module) -> Units:
+    """Return the units of a model, sharded or not, on any device."""
+    classes = set(getattr(base_model(model), "_no_split_modules", None) or ())
+    layers: list[LayerUnit] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{layer.name}.") for layer in layers[-1:])
+        if not isinstance(module, nn.ModuleList) or inside:
+            continue
+        layers += [
+            LayerUnit(f"{name}.{at}", entry, name, tuple(_experts(entry, f"{name}.{at}")))
+            for at, entry in enumerate(module)
+            if isinstance(entry, GradientCheckpointingLayer) or _class_names(entry) & classes
+        ]
+    return Units(model, tuple(layers), _own_embeddings(model))
+
+
+def _experts(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a layer that hold the weights of several experts, stacked: ``[E, ., .]``."""
+    for name, module in layer.named_modules(prefix=prefix):
+        stacked = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if module is not layer and any(parameter.ndim == 3 for parameter in stacked) and len(stacked) > 1:
+            yield name, module
+
+
+def _own_embeddings(model: nn.Module) -> nn.Module | None:
+    embeddings = input_embeddings(base_model(model))
+    weight = getattr(embeddings, "weight", None)
+    if not isinstance(embeddings, nn.Embedding) or not isinstance(weight, nn.Parameter):
+        return None
+    uses = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return embeddings if uses[id(weight)] == 1 else None
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
