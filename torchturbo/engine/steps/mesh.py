@@ -36,10 +36,7 @@ def _agree_on_weights(model: nn.Module, device: torch.device) -> None:
     for tensor in _tensors(model):
         if isinstance(tensor, DTensor) or tensor.is_meta:
             continue
-        if device.type == "cpu" or tensor.device.type == device.type:
-            whole = tensor.contiguous()
-        else:  # the device's backend can't send what lies in host memory
-            whole = tensor.to(device)
+        whole = tensor.to(device).contiguous()  # the device's backend can't send what lies in host memory
         dist.broadcast(whole, src=0)
         if whole is not tensor:
             tensor.copy_(whole)
