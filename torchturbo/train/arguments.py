@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,7 +107,11 @@ class FrameworkParser(ReportingParser):
         super().__init__(kinds, prog="torchturbo train", usage=USAGE, description=DESCRIPTION)
 
 
-def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
+REQUIRED = ("model_name_or_path", "dataset", "output_dir")
+"""What a training run can't do without."""
+
+
+def parse_framework(argv: list[str], *, required: Collection[str] = REQUIRED) -> tuple[Parsed, list[Problem]]:
     """Read the framework's arguments, as far as they can be read, and return what is wrong with the others."""
     parser = FrameworkParser()
     for action in parser._actions:
@@ -123,7 +127,7 @@ def parse_framework(argv: list[str]) -> tuple[Parsed, list[Problem]]:
         ("dataset", data.dataset),
         ("output_dir", training.get("output_dir")),
     ):
-        if not value and f"--{name}" not in broken:
+        if name in required and not value and f"--{name}" not in broken:
             problems.append(Problem(f"--{name}", "", "required, but not given"))
     if data.cutoff_len < 2:
         problems.append(Problem("--cutoff_len", "", f"expected at least 2 tokens, got {data.cutoff_len}"))

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import CHECKPOINTING_NAMES, clashes, framework_values
-from torchturbo.config.commandline import read_command_line
+from torchturbo.config.commandline import CommandLine, read_command_line
 from torchturbo.config.merge import merge
 from torchturbo.config.sources import read_layers
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
+    from torchturbo.config.merge import Merged
     from torchturbo.engine.config import EngineConfig
     from torchturbo.train.arguments import Parsed
 
@@ -42,11 +43,38 @@ def read_command(argv: Sequence[str]) -> Command:
     line = read_command_line(argv)
     if (line.reading.problems and missing_library()) or line.wants_help:
         parse_torchturbo_args(argv)  # tells what it can without the framework
+    found = read_everything(line)
+    config = base.checked_config(found.merged, found.problems)
+    set_torchturbo_args(parse_torchturbo_args(argv)[0])
+    kept = {name: value for name, value in found.said.items() if name not in TAKEN_OVER}
+    return Command(found.parsed._replace(training=kept), config, found.said.get("gradient_accumulation_steps"))
+
+
+class Everything(NamedTuple):
+    """A command line as far as it can be read, and what is wrong with it."""
+
+    parsed: Parsed
+    said: dict[str, Any]
+    """The training arguments that were typed."""
+    merged: Merged
+    problems: list[Problem]
+    """All but the merged layers' own."""
+
+
+def read_everything(line: CommandLine, *, complete: bool = True) -> Everything:
+    """Read a command line, whatever is wrong with it; one that need not be ``complete`` may name no model and no data.
+
+    Raises
+    ------
+    MissingLibrary
+        If training has a library missing.
+
+    """
     if name := missing_library():
         raise MissingLibrary(name, name=name)
-    from torchturbo.train.arguments import parse_framework  # torch and transformers: seconds
+    from torchturbo.train.arguments import REQUIRED, parse_framework  # torch and transformers: seconds
 
-    parsed, problems = parse_framework(line.rest)
+    parsed, problems = parse_framework(line.rest, required=REQUIRED if complete else ())
     said: dict[str, Any] = dict(parsed.training)
     problems += _load_kwargs(said) + base.environment_clashes() + clashes(said, typed=True)
     named = line.reading.settings.get("config_path")
@@ -57,10 +85,7 @@ def read_command(argv: Sequence[str]) -> Command:
         from torchturbo.plugins.load import file_problems
 
         problems += path_problems(parsed) + file_problems(merged.values.get("plugins", ()))
-    config = base.checked_config(merged, problems)
-    set_torchturbo_args(parse_torchturbo_args(argv)[0])
-    kept = {name: value for name, value in said.items() if name not in TAKEN_OVER}
-    return Command(parsed._replace(training=kept), config, said.get("gradient_accumulation_steps"))
+    return Everything(parsed, said, merged, problems)
 
 
 def missing_library() -> str | None:

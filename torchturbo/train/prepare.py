@@ -96,7 +96,7 @@ def prepare(command: Command) -> Job:
     """Check and read everything but the weights; every rank stops together, with all that is wrong at that point."""
     parsed, config = command.parsed, command.config
     base.apply_log_level(config)
-    values = _with_evaluation(parsed.training, parsed.data)
+    values = with_evaluation(parsed.training, parsed.data)
     runtime = current_runtime(use_cpu=bool(values.get("use_cpu")))
     try:
         training = make_training_arguments(values, accelerator=runtime.device_type != "cpu")
@@ -110,7 +110,7 @@ def prepare(command: Command) -> Job:
         job.tokenizer = load_tokenizer(job.model_arguments)
         _check_model(job)
     with together("reading the dataset"):
-        _encode(job, rows, eval_rows)
+        encode(job, rows, eval_rows)
     if "logging_steps" not in parsed.training:
         job.training.logging_steps = max(1, job.steps // CURVE_POINTS)
     with together("comparing with the checkpoint"):
@@ -118,7 +118,7 @@ def prepare(command: Command) -> Job:
     return job
 
 
-def _with_evaluation(training: dict[str, Any], data: DataArguments) -> dict[str, Any]:
+def with_evaluation(training: dict[str, Any], data: DataArguments) -> dict[str, Any]:
     """Evaluate once an epoch where there is something to evaluate on and nobody said when."""
     return {"eval_strategy": "epoch", **training} if data.eval_dataset else training
 
@@ -143,18 +143,7 @@ def _check(
         problems += [found] if isinstance(found, Problem) else []
         resume = None if isinstance(found, Problem) else found
     problems += output_problems(output_dir, data.overwrite_output_dir or wanted is not None)
-    problems += clashes({"accelerator_config": training.accelerator_config}, typed=True)
-    if training.eval_strategy != "no" and not data.eval_dataset:
-        problems.append(Problem("--eval_strategy", "", "there is nothing to evaluate on", "give --eval_dataset"))
-    for problem in (
-        scheduler_problem(training),
-        loss_clash(config, training.label_smoothing_factor, typed=True),
-        compile_clash(config, training.torch_compile, typed=True),
-        attention_problem(model.attn_implementation, runtime),
-    ):
-        if problem is not None:
-            problems.append(problem)
-    problems += report_problems(training)
+    problems += argument_problems(model, data, training, config, runtime)
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
     )
@@ -170,21 +159,46 @@ def _check(
     return job, rows, eval_rows
 
 
+def argument_problems(
+    model: ModelArguments, data: DataArguments, training: TrainingArguments, config: EngineConfig, runtime: Runtime
+) -> list[Problem]:
+    """Return what is wrong with arguments by themselves, whatever the number of ranks and what the folders hold."""
+    problems = clashes({"accelerator_config": training.accelerator_config}, typed=True)
+    if training.eval_strategy != "no" and not data.eval_dataset:
+        problems.append(Problem("--eval_strategy", "", "there is nothing to evaluate on", "give --eval_dataset"))
+    for problem in (
+        scheduler_problem(training),
+        loss_clash(config, training.label_smoothing_factor, typed=True),
+        compile_clash(config, training.torch_compile, typed=True),
+        attention_problem(model.attn_implementation, runtime),
+    ):
+        if problem is not None:
+            problems.append(problem)
+    problems += report_problems(training)
+    return problems
+
+
 def _check_model(job: Job) -> None:
     """Ask every step of the engine whether it can work on this model, made on the meta device: no weight is read."""
     training = job.training
     run = Run(job.config, job.runtime, training.world_size, training.process_index, job.output_dir)
     context = Context(job.runtime, training.world_size, training.process_index, hooks=Hooks(run, job.plugins))
     model = empty_model(job.model_arguments, job.model_config)
-    problems = [] if model is None else Engine(job.config, context).problems(model)
-    if (problem := optimizer_problem(job.training, model)) is not None:
-        problems.append(problem)
-    if problems:
+    if problems := model_problems(model, training, Engine(job.config, context)):
         raise ConfigError(problems)
     job.positions = None if model is None else learned_positions(model)
 
 
-def _encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
+def model_problems(model: Any, training: TrainingArguments, engine: Engine) -> list[Problem]:
+    """Return what the engine's steps and the optimizer find wrong with a model on meta; None could not be made there."""
+    problems = [] if model is None else engine.problems(model)
+    if (problem := optimizer_problem(training, model)) is not None:
+        problems.append(problem)
+    return problems
+
+
+def encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
+    """Read rows into tokens, and keep them as the sequences of the run; raises :class:`ConfigError` for bad ones."""
     _need_template(job.tokenizer, [*rows, *eval_rows])
     encoder = Encoder(job.tokenizer, cutoff_len=job.data.cutoff_len, train_on_prompt=job.data.train_on_prompt)
     examples, job.tally = encoder.encode_all(rows)
