@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ranked_keys import RANKED
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainingArguments
 
@@ -264,6 +265,7 @@ CASES: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     "profiling": (True, False, profiled),
     "memory_snapshot_steps": (1, 2, snapshots),
     "plugins": ("marking.py", "idle.py", plugins),
+    **RANKED,
 }
 
 
@@ -287,7 +289,7 @@ def test_two_values_of_a_key_make_a_difference(path: str, tmp_path: Path) -> Non
     assert observe(first, tmp_path / "a") != observe(second, tmp_path / "b")
 
 
-@pytest.mark.parametrize("path", CASES)
+@pytest.mark.parametrize("path", [path for path in CASES if path not in RANKED])
 def test_one_value_twice_makes_none(path: str, tmp_path: Path) -> None:
     """What is looked at depends on the key, not on the run."""
     first, _, observe = CASES[path]
