@@ -64,7 +64,7 @@ def find(base: nn.Module) -> Found:
                 facts: Mapping[str, Any] | str = "has a forward of its own already"
             else:
                 if key not in probed:
-                    probed[key] = _tried(probe, module)
+                    probed[key] = tried(probe, module)
                 facts = probed[key]
             if isinstance(facts, str):
                 reasons = found.unproven.setdefault(op, [])
@@ -100,7 +100,7 @@ def _global_names(kind: type) -> frozenset[str]:
     return frozenset(code.co_names) if code is not None else frozenset()
 
 
-def _tried(probe: Probe, module: nn.Module) -> Mapping[str, Any] | str:
+def tried(probe: Probe, module: nn.Module) -> Mapping[str, Any] | str:
     """Run a probe without leaving a trace in the random state; what it can't compute is not what it looks like."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every accelerator, too
@@ -110,7 +110,7 @@ def _tried(probe: Probe, module: nn.Module) -> Mapping[str, Any] | str:
             return f"can't be probed ({type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''})"
 
 
-def _stand_in(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> Any:
+def shallow_copy(module: nn.Module, parameters: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> Any:
     """Return a shallow copy of a module with other weights and children, in evaluation mode and without hooks."""
     stand_in = copy.copy(module)
     for group in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_buffers"):
@@ -153,7 +153,7 @@ def _rms_norm(module: nn.Module) -> Mapping[str, Any] | str:
     if eps is None or weight.dim() != 1 or len(module._parameters) != 1:
         return "is not one weight [H] and an epsilon"
     values = torch.randn(len(weight))
-    stand_in = _stand_in(module, {"weight": values}, {})
+    stand_in = shallow_copy(module, {"weight": values}, {})
     x = torch.randn(3, 2, len(weight)) * 3
     result = stand_in(x)
     offset = next(
@@ -178,7 +178,7 @@ def _swiglu(module: nn.Module) -> Mapping[str, Any] | str:
     x = torch.randn(2, 3, WIDTH)
     gate, up = children["gate_up_proj"](x).chunk(2, -1) if fused else (children["gate_proj"](x), children["up_proj"](x))
     if not torch.allclose(
-        children["down_proj"](functional.silu(gate) * up), _stand_in(module, {}, children)(x), 1e-5, 1e-6
+        children["down_proj"](functional.silu(gate) * up), shallow_copy(module, {}, children)(x), 1e-5, 1e-6
     ):
         return "computes something else than down(silu(gate) * up)"
     return {"fused": fused}

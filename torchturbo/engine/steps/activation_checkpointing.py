@@ -1,4 +1,7 @@
-"""Step: activation checkpointing. The layers' activations are recomputed in backward instead of kept."""
+"""Step: activation checkpointing. The layers' activations are recomputed in backward instead of kept.
+
+Layers that hold experts route the second time as they did the first (:mod:`torchturbo.parallel.replay`).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from torch import nn
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
+from torchturbo.parallel.experts import number_of_experts
+from torchturbo.parallel.replay import replayed
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
 
 KEY, REENTRANT = "activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"
+FUNCTION = "_gradient_checkpointing_func"
+"""Where a module of Transformers has what it checkpoints with."""
 log = get_logger(__name__)
 
 
@@ -53,12 +60,30 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         log.warning_rank0("%s does not support activation checkpointing: training without it (%s)", name, KEY)
         return
     _switch(base, "enable", {"use_reentrant": section.use_reentrant})
+    _let_routing_be_kept(base)
     _let_inputs_require_grad(base, reentrant=section.use_reentrant)
 
 
 def undo(model: nn.Module) -> None:
     """Turn checkpointing off in a model."""
     _switch(base_model(model), "disable")
+
+
+def _let_routing_be_kept(base: nn.Module) -> None:
+    """Keep which experts the tokens of each layer chose, until the layer has been recomputed."""
+    for module in _checkpointed(base):
+        if experts := number_of_experts(module):
+            own = vars(module)
+            own[FUNCTION] = partial(replayed, own[FUNCTION], experts)
+
+
+def _checkpointed(base: nn.Module) -> list[nn.Module]:
+    """Return the modules that checkpoint their forward, or parts of it, with a function of their own."""
+    return [
+        module
+        for module in base.modules()
+        if getattr(module, "gradient_checkpointing", False) and FUNCTION in vars(module)
+    ]
 
 
 def _let_inputs_require_grad(base: nn.Module, *, reentrant: bool) -> None:
@@ -71,10 +96,8 @@ def _let_inputs_require_grad(base: nn.Module, *, reentrant: bool) -> None:
     remove = getattr(base, "disable_input_require_grads", None)
     if remove is not None and getattr(base, "_require_grads_hook", None) is not None:
         remove()
-    for module in base.modules() if reentrant else ():
-        if getattr(module, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in vars(module):
-            function = vars(module)["_gradient_checkpointing_func"]
-            vars(module)["_gradient_checkpointing_func"] = partial(_checkpoint, module, function)
+    for module in _checkpointed(base) if reentrant else ():
+        vars(module)[FUNCTION] = partial(_checkpoint, module, vars(module)[FUNCTION])
 
 
 def _checkpoint(layer: nn.Module, checkpoint: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
