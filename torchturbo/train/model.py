@@ -12,10 +12,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchturbo.checkpoint.damage import index_problem
+from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.errors import ConfigError, Problem
+from torchturbo.logging import get_logger
 from torchturbo.train.arguments import ModelArguments
 
 PLACE = "--model_name_or_path"
+log = get_logger(__name__)
 WEIGHTS = ("*.safetensors", "*.bin")
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
 """Names of tables of learned positions in Transformers' models."""
@@ -148,27 +151,96 @@ def learned_positions(model: torch.nn.Module) -> int | None:
     return None
 
 
-def load_model(arguments: ModelArguments, config: Any) -> Any:
-    """Read the weights, in fp32: trainable parameters are held so whatever the checkpoint's format."""
-    kwargs: dict[str, Any] = {"config": config, "dtype": torch.float32, "revision": arguments.model_revision}
+def weight_source(arguments: ModelArguments, config: Any) -> WeightSource:
+    """Return where the model's weights lie on disk: what a sharded model reads its slices from.
+
+    It also knows the number formats that a run's exports go back to, see :meth:`WeightSource.dtypes`.
+    """
+    name = _required(arguments)
+    dtype = getattr(config, "dtype", None)
+    try:
+        return WeightSource.find(
+            name, revision=arguments.model_revision, dtype=dtype if isinstance(dtype, torch.dtype) else None
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError([_hub_problem(PLACE, name, error)]) from error
+
+
+def load_model(arguments: ModelArguments, config: Any, source: WeightSource | None = None) -> Any:
+    """Return the model in fp32: trainable parameters are held so whatever the checkpoint's format.
+
+    Without ``source`` its weights are read. With it the model is on the meta device: once it is sharded,
+    ``source.load`` gives each rank its share. What can't be read so has its weights nevertheless, all of them on every
+    rank, and a warning says why; ask a parameter's ``is_meta`` which of the two it is.
+    """
+    if source is not None and (reason := _unstreamed(arguments, config, source)):
+        log.warning_rank0(
+            "%s: %s, so every rank reads the whole model and holds it until it is sharded: "
+            "as much host memory as the ranks of a node times the model in fp32",
+            source.name,
+            reason,
+        )
+        source = None
+    if source is None:
+        return _from_pretrained(arguments, config)
+    if problems := _mismatches(arguments, config, source):
+        raise ConfigError(problems)
+    model = _from_pretrained(arguments, config, device_map="meta")
+    source.tie(model)
+    return model
+
+
+def _unstreamed(arguments: ModelArguments, config: Any, source: WeightSource) -> str | None:
+    """Return why a model's weights can't be read by slices; None where they can."""
+    if not source.files:
+        return "it has no safetensors files"
+    if arguments.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return "its code is its own, which may compute with weights while it is built"
+    if getattr(config, "quantization_config", None) is not None:
+        return "it is quantised"
+    if getattr(config, "transformers_weights", None) is not None:
+        return "its configuration names a weight file of its own"
+    return None
+
+
+def _mismatches(arguments: ModelArguments, config: Any, source: WeightSource) -> list[Problem]:
+    """Return what in the weight files' headers does not fit the model, all at once."""
+    empty = empty_model(arguments, config)
+    if empty is None:
+        return []
+    found = source.problems(empty)
+    return [
+        Problem(PLACE, "", f"{source.name} {one.message}", one.remedy) if one.place == source.name else one
+        for one in found
+    ]
+
+
+def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any:
+    """Call ``from_pretrained`` and refuse what it would only print a table about."""
+    name = _required(arguments)
+    kwargs: dict[str, Any] = {"config": config, "dtype": torch.float32, "revision": arguments.model_revision} | more
     if arguments.attn_implementation is not None:
         kwargs["attn_implementation"] = arguments.attn_implementation
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            _required(arguments), trust_remote_code=arguments.trust_remote_code, output_loading_info=True, **kwargs
+            name, trust_remote_code=arguments.trust_remote_code, output_loading_info=True, **kwargs
         )
     except ImportError as error:
         if arguments.attn_implementation is None:
-            raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
+            raise ConfigError([_hub_problem(PLACE, name, error)]) from error
         message = f"{arguments.attn_implementation}: {_short(error)}"
         raise ConfigError([Problem("--attn_implementation", "", message, "install it, or use sdpa")]) from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError([_hub_problem(PLACE, _required(arguments), error)]) from error
+        raise ConfigError([_hub_problem(PLACE, name, error)]) from error
+    except RuntimeError as error:  # shapes that do not fit: it says so in a table, and not where
+        if not (problems := _mismatches(arguments, config, weight_source(arguments, config))):
+            raise
+        raise ConfigError(problems) from error
     model, told = loaded
     if missing := sorted(told["missing_keys"]):
         # Transformers fills them with random numbers and prints a table; a run that starts so is hardly ever meant.
         names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
-        message = f"{_required(arguments)} lacks {len(missing)} of the model's weights: {names}"
+        message = f"{name} lacks {len(missing)} of the model's weights: {names}"
         raise ConfigError([Problem(PLACE, "", message, "use the whole model, as save_pretrained writes it")])
     return model
 
