@@ -23,8 +23,7 @@ def cases(rank: int, world_size: int, kind: str, changes: dict[str, Any], settin
 )
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_gradients_are_those_of_one_process(
-    world_size: int, kind: str, changes: dict[str, Any], accumulation: int, tmp_path: Any, monkeypatch: Any
+    world_size: int, kind: str, changes: dict[str, Any], accumulation: int
 ) -> None:
     """With ragged labels, and a rank whose last micro-batch holds no target."""
-    monkeypatch.chdir(tmp_path)
     run_ranks(world_size, cases, world_size, kind, changes, parity.config(), accumulation)

@@ -7,18 +7,22 @@
 
 Layers are what Transformers checkpoints: the entries of a ``ModuleList`` that are checkpointing layers or of a class
 in ``_no_split_modules``. A unit's parameters are gathered before its forward and before its backward, and freed after.
+
+To gather is a collective, so a unit has to run on every rank or on none. What only some batches reach (a vision or
+audio tower, its projector, cross-attention to it) is no unit: it belongs to the root, which every batch gathers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchturbo.engine.model import base_model, input_embeddings
+from torchturbo.engine.parts import parts_of
 
 
 class LayerUnit(NamedTuple):
@@ -54,6 +58,7 @@ class Units(NamedTuple):
 def find_units(model: nn.Module) -> Units:
     """Return the units of a model, sharded or not, on any device."""
     classes = set(getattr(base_model(model), "_no_split_modules", None) or ())
+    always_reached = _always_reached(model)
     layers: list[LayerUnit] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{layer.name}.") for layer in layers[-1:])
@@ -62,9 +67,32 @@ def find_units(model: nn.Module) -> Units:
         layers += [
             LayerUnit(f"{name}.{at}", entry, name, tuple(_experts(entry, f"{name}.{at}")))
             for at, entry in enumerate(module)
-            if isinstance(entry, GradientCheckpointingLayer) or _class_names(entry) & classes
+            if (isinstance(entry, GradientCheckpointingLayer) or _class_names(entry) & classes)
+            and always_reached(f"{name}.{at}")
         ]
     return Units(model, tuple(layers), _own_embeddings(model))
+
+
+def _always_reached(model: nn.Module) -> Callable[[str], bool]:
+    """Return whether every batch passes through a layer, by the layer's name."""
+    base = base_model(model)
+    prefixes = [name for name, module in model.named_modules() if module is base]
+    prefix = f"{prefixes[0]}." if prefixes and prefixes[0] else ""
+    parts, config = parts_of(base), getattr(base, "config", None)
+    text = config.get_text_config() if config is not None else None
+    crossing = tuple(f".{at}" for at in getattr(text, "cross_attention_layers", None) or ())
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+
+    def reached(name: str) -> bool:
+        if crossing and name.endswith(crossing):
+            return False
+        if parts is not None:
+            return parts.group(name.removeprefix(prefix).removeprefix("model.")) == "language_model"
+        several = bool(getattr(config, "sub_configs", None)) and not getattr(config, "is_encoder_decoder", False)
+        return not several or not inside or id(model.get_submodule(name)) in inside
+
+    return reached
 
 
 def _experts(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
