@@ -16,7 +16,12 @@ def settings(path: str, value: Any, **others: Any) -> Any:
     tree: Any = value
     for name in reversed(path.split(".")):
         tree = {name: tree}
-    return parity.config(**(others | tree))
+    return parity.config(**_merged(others, tree))
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = {name: _merged(one[name], other[name]) for name in one.keys() & other.keys() if isinstance(one[name], dict)}
+    return one | other | both
 
 
 def on_two_ranks(path: str, look: Callable[..., Any], **others: Any) -> Callable[[Any, Path], Any]:
@@ -40,10 +45,35 @@ def gathered_after_forward(rank: int, configuration: Any) -> bool:
     return whole
 
 
+def prefetch_lists(rank: int, configuration: Any) -> list[int]:
+    """Return how long the lists of the first, a middle and the last layer are, forward and backward."""
+    model = tiny.model("qwen3_moe", num_hidden_layers=5)
+    parity.prepared(model, configuration, 2, rank)
+    states = [model.model.layers[at]._get_fsdp_state() for at in (0, 2, 4)]
+    return [
+        len(units)
+        for state in states
+        for units in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+    ]
+
+
+def prefetch(key: str, **others: Any) -> Callable[[Any, Path], Any]:
+    """Return an observation of the prefetch lists of five layers with experts."""
+    return on_two_ranks(f"backend_config.{key}", prefetch_lists, backend_config=others)
+
+
 RANKED: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     "backend_config.reshard_after_forward": (
         True,
         False,
         on_two_ranks("backend_config.reshard_after_forward", gathered_after_forward),
     ),
+    "backend_config.prefetch_strategy": ("expert_with_layer", "expert_lookahead", prefetch("prefetch_strategy")),
+    "backend_config.prefetch_direction": (
+        "forward",
+        "forward_backward",
+        prefetch("prefetch_direction", prefetch_strategy="expert_with_layer"),
+    ),
+    "backend_config.forward_prefetch_depth": (1, 2, prefetch("forward_prefetch_depth")),
+    "backend_config.backward_prefetch_depth": (1, 2, prefetch("backward_prefetch_depth")),
 }

@@ -88,6 +88,17 @@ STEPS: tuple[Step, ...] = (
     ),
     Step("plugins: before shard", "torchturbo.engine.steps.plugins:before_shard"),
     Step("shard", "torchturbo.engine.steps.shard:apply", ("backend_config.reshard_after_forward",)),
+    Step(
+        "prefetch",
+        "torchturbo.engine.steps.prefetch:apply",
+        (
+            "backend_config.prefetch_strategy",
+            "backend_config.prefetch_direction",
+            "backend_config.forward_prefetch_depth",
+            "backend_config.backward_prefetch_depth",
+        ),
+        undo="torchturbo.engine.steps.prefetch:undo",
+    ),
 )
 """What is done to a model, in this order."""
 
