@@ -14,6 +14,7 @@ from torchturbo.runtime import Runtime, current_runtime
 if TYPE_CHECKING:
     from torchturbo.checkpoint.weights import WeightSource
     from torchturbo.objectives.normalise import Normaliser
+    from torchturbo.parallel.sequence import SequenceParallel
 
 
 @dataclass
@@ -34,10 +35,12 @@ class Context:
     plan: MeshPlan = field(default_factory=MeshPlan)
     """The sizes of the mesh's axes, known before there is a process group."""
     sharded: bool = False
-    """Whether FSDP2 holds the parameters: always with several ranks, and where one process offloads them."""
+    """Whether FSDP2 holds the parameters."""
     meshes: Meshes | None = None
     """The process groups of a sharded run, made by the step "mesh"."""
     weights: WeightSource | None = None
     """Where a model gets its weights from that is still on the meta device when it has been sharded."""
     saved_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Number format of each parameter in the checkpoint that it came from, by name; an export casts back to it."""
+    sequence: SequenceParallel | None = None
+    """What lets the ranks of a group share a micro-batch's sequences, made by the step "sequence"."""

@@ -147,6 +147,11 @@ class Normaliser:
         self._handed: Tensor | None = None  # what the model got back for it, and may add its own terms to
         self._handed_version = 0
 
+    @property
+    def active(self) -> bool:
+        """Whether losses are normalised at the moment."""
+        return self._active
+
     def open_window(
         self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device, *, with_terms: bool = True
     ) -> Tensor:
