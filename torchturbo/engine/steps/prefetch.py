@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchturbo.engine.backends.fsdp2.auto import choose_strategy
+from torchturbo.engine.backends.fsdp2.auto import Choice, choose_strategy
 from torchturbo.engine.backends.fsdp2.prefetch import (
     BOTH_WAYS,
     NATIVE,
@@ -13,7 +13,7 @@ from torchturbo.engine.backends.fsdp2.prefetch import (
     layers_of,
     prefetch_lists,
 )
-from torchturbo.engine.backends.fsdp2.units import LayerUnit, find_units
+from torchturbo.engine.backends.fsdp2.units import LayerUnit, Units, find_units
 from torchturbo.logging import get_logger
 
 if TYPE_CHECKING:
@@ -39,16 +39,22 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         (log.debug_rank0 if idle else log.warning_rank0)("no prefetch: %s (%s: %s)", why, STRATEGY, strategy)
         return
     if strategy == AUTO:
-        sizes = max(gathered_bytes(layer, context.plan.ep_size) for layer in units.layers)
-        in_force = depths if direction == BOTH_WAYS else depths[:1]
-        choice = choose_strategy(
-            depth=max(in_force), ep_size=context.plan.ep_size, expert_bytes=sizes[0], other_bytes=sizes[1]
-        )
+        choice = chosen(units, config, context.plan.ep_size)
         log.info_rank0("prefetch: auto chose %s: %s", *choice)
         strategy = choice.strategy
     elif strategy != NATIVE and not any(layer.experts for layer in units.layers):
         log.info_rank0("prefetch: %s gathers layers ahead; the model has no experts", strategy)
     apply_lists(units, prefetch_lists(layers_of(units), strategy, direction, *depths))
+
+
+def chosen(units: Units, config: EngineConfig, ep_size: int) -> Choice:
+    """Return what ``auto`` chooses for a model with layers; its weights may be on the meta device."""
+    section = config.backend_config
+    depth = section.forward_prefetch_depth
+    if section.prefetch_direction == BOTH_WAYS:
+        depth = max(depth, section.backward_prefetch_depth)
+    experts, other = max(gathered_bytes(layer, ep_size) for layer in units.layers)
+    return choose_strategy(depth=depth, ep_size=ep_size, expert_bytes=experts, other_bytes=other)
 
 
 def gathered_bytes(layer: LayerUnit, ep_size: int) -> tuple[int, int]:
