@@ -1,0 +1,325 @@
+"""Exports for others: a folder as ``save_pretrained`` writes it, from a model of which no rank holds all.
+
+Each tensor is cast to the number format of the checkpoint that it came from, gathered, and turned back into what the
+family's checkpoints hold (fused experts one by one again), by Transformers' own tables. One group of tensors is whole
+at a time, and the first rank keeps no more than one file of them.
+
+The other way would be ``torch.distributed.checkpoint``'s ``HuggingFaceStorageWriter``: every rank writes its shards and
+one joins them into files. It writes everything twice, keeps fused experts fused, and needs the casts as a copy of the
+whole shard; ``benchmarks/engine_export.py`` holds both beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    dot_natural_key,
+    revert_weight_conversion,
+)
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from torchturbo.checkpoint.recipes import state
+from torchturbo.engine.model import base_model
+from torchturbo.parallel.agree import together
+
+MAX_SHARD_SIZE = "5GB"
+"""The most bytes of one file. ``save_pretrained`` has ten times as much; the first rank holds one file in memory."""
+WHAT = "exporting the model"
+
+
+@dataclass
+class _Plan:
+    """What is written, known from shapes alone and the same on every rank."""
+
+    groups: list[list[str]]
+    """The model's tensors, those together that are converted together, in the order in which files hold them."""
+    formats: dict[str, torch.dtype]
+    """The format each of the model's tensors is written in."""
+    files: dict[str, list[str]]
+    """The tensors in each file, in the checkpoint's names."""
+    finished: dict[int, list[str]]
+    """The files that are complete after a group, by the group's number."""
+    index: dict[str, Any] | None
+    """What the index holds; None for a model in one file."""
+
+
+def export(
+    model: nn.Module,
+    folder: Path,
+    *,
+    saved_dtypes: Mapping[str, torch.dtype],
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a model, or a PEFT model's adapters, as ``save_pretrained`` does; it loads with plain ``from_pretrained``.
+
+    A collective: all ranks of the default process group call it, and all raise what one of them can't do. Without a
+    process group it writes a model that one process holds.
+
+    Parameters
+    ----------
+    model
+        A Transformers or PEFT model; its parameters are plain tensors or DTensors. Its configuration is written as it
+        is, so that a key-value cache that training goes without is turned on by the caller.
+    folder
+        Where to write; made on the first rank. Weight files of an earlier model in it are removed.
+    saved_dtypes
+        Number format of each parameter and persistent buffer by name, see
+        :attr:`torchturbo.engine.context.Context.saved_dtypes`; what is not in it keeps its own.
+    max_shard_size
+        The most bytes of one file, or as ``"5GB"``.
+
+    Raises
+    ------
+    ConfigError
+        If a rank can't write its part: what kept it from it. On that rank itself the error that was met.
+
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass without gradients the root's parameters are whole and plain
+    if _has_adapters(model):
+        _export_adapters(model, folder, saved_dtypes)
+        return
+    base: Any = base_model(model)
+    with together(WHAT):
+        plan = _plan(base, saved_dtypes, max_shard_size)
+    writer = _Writer(folder, base, plan)
+    tensors = state(base)
+    for number, group in enumerate(plan.groups):
+        gathered = {name: _gathered(tensors[name], plan.formats[name]) for name in group}
+        writer.take(gathered)
+        del gathered
+        for file in plan.finished.get(number, ()):
+            with together(WHAT):
+                writer.write(file)
+    with together(WHAT):
+        writer.finish()
+
+
+def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: int | str) -> _Plan:
+    """Return what a model is written as, by running the conversion on tensors without memory."""
+    tensors = state(model)
+    formats = {
+        name: saved_dtypes.get(name, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+    ignored = set(model._keys_to_ignore_on_save or ())
+    outline = {
+        name: torch.empty(tensor.shape, dtype=formats[name], device="meta")
+        for name, tensor in tensors.items()
+        if name not in ignored
+    }
+    outline = remove_tied_weights_from_state_dict(outline, model)
+    groups = _groups(model, outline)
+    written: dict[str, torch.Tensor] = {}
+    last: dict[str, int] = {}
+    with _conversions_kept(model):
+        for number, group in enumerate(groups):
+            for name, tensor in revert_weight_conversion(model, {one: outline[one] for one in group}).items():
+                written[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                last[name] = number
+    split = split_torch_state_dict_into_shards(
+        written,
+        filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_size,
+    )
+    finished: dict[int, list[str]] = {}
+    for file, names in split.filename_to_tensors.items():
+        finished.setdefault(max(last[name] for name in names), []).append(file)
+    metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+    index = {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    return _Plan(groups, formats, split.filename_to_tensors, finished, index)
+
+
+def _groups(model: Any, names: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the model's tensors, those together that one conversion takes together on the way back."""
+    converters = [
+        entry.reverse_transform() for entry in _conversions(model)[::-1] if isinstance(entry, WeightConverter)
+    ]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        key = name
+        for converter in converters:
+            renamed, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                key = renamed
+                break
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def _conversions(model: Any) -> list[Any]:
+    """Return the conversions that a model's checkpoint went through, as ``revert_weight_conversion`` finds them."""
+    known = getattr(model, "_weight_conversions", None)
+    if known is not None:
+        return list(known)
+    return [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if type(entry) is not PrefixChange]
+
+
+@contextmanager
+def _conversions_kept(model: Any) -> Iterator[None]:
+    """Let a model know its conversions for this block: Transformers would look for them again for every tensor."""
+    known = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = _conversions(model) or None
+    try:
+        yield
+    finally:
+        if known is None:
+            del model._weight_conversions
+        else:
+            model._weight_conversions = known
+
+
+def _gathered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the whole of a tensor in a number format, on its device. A collective for a sharded one."""
+    value = tensor.detach().to(dtype)
+    if not isinstance(value, DTensor):
+        return value
+    kind = value.device_mesh.device_type
+    if value.device.type != kind:  # offloaded: the mesh's process group does not see host memory
+        value = value.to(kind)
+    return value.full_tensor()
+
+
+@dataclass
+class _Writer:
+    """Writes the files on the first rank, and holds what is not written yet there; elsewhere it does nothing.
+
+    An error waits for the next :meth:`write`, for in between the ranks gather together.
+    """
+
+    folder: Path
+    model: Any
+    plan: _Plan
+    waiting: dict[str, torch.Tensor] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def take(self, gathered: Mapping[str, torch.Tensor]) -> None:
+        """Keep a group of the model's tensors, converted to what the checkpoint holds."""
+        if not _is_first() or self.error is not None:
+            return
+        try:
+            held = {name: tensor.cpu() for name, tensor in gathered.items()}
+            with _conversions_kept(self.model):
+                self.waiting |= revert_weight_conversion(self.model, held)
+        except Exception as error:
+            self.error = error
+
+    def write(self, file: str) -> None:
+        """Write a file whose tensors are all there."""
+        if not _is_first():
+            return
+        if self.error is not None:
+            raise self.error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {name: self.waiting.pop(name).contiguous() for name in self.plan.files[file]}
+        save_file(content, self.folder / file, metadata={"format": "pt"})
+
+    def finish(self) -> None:
+        """Write the index and the configuration, which makes the folder a model, and remove another model's files."""
+        if not _is_first():
+            return
+        for old in (*self.folder.glob("model-*-of-*.safetensors"), self.folder / SAFE_WEIGHTS_NAME):
+            if old.name not in self.plan.files:
+                old.unlink(missing_ok=True)
+        index = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        if self.plan.index is None:
+            index.unlink(missing_ok=True)
+        else:
+            index.write_text(json.dumps(self.plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write_config(self.model, self.folder, self.plan)
+
+
+def _write_config(model: Any, folder: Path, plan: _Plan) -> None:
+    """Write the configuration with the format most weights are written in, and the class as its author named it."""
+    config, kind = model.config, _plain_class(type(model))
+    tensors, sizes = state(model), Counter[torch.dtype]()
+    for name, dtype in plan.formats.items():
+        sizes[dtype] += tensors[name].numel() if dtype.is_floating_point else 0
+    (most, _), *_ = sizes.most_common(1)
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    with ExitStack() as stack:
+        for part in (config, *(part for part in parts if part is not None)):
+            stack.enter_context(_restored(part, "dtype"))
+            part.dtype = str(most).removeprefix("torch.")
+        for name in ("architectures", "auto_map"):
+            stack.enter_context(_restored(config, name))
+        config.architectures = [kind.__name__]
+        if model.is_remote_code():
+            custom_object_save(object.__new__(kind), str(folder), config=config)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        config.save_pretrained(folder)
+
+
+@contextmanager
+def _restored(config: Any, name: str) -> Iterator[None]:
+    """Leave an attribute as it was found."""
+    there, before = hasattr(config, name), getattr(config, name, None)
+    try:
+        yield
+    finally:
+        if there:
+            setattr(config, name, before)
+        elif hasattr(config, name):
+            delattr(config, name)
+
+
+def _plain_class(kind: type) -> type:
+    """Return a model's class without what ``fully_shard`` put before it."""
+    return next(one for one in kind.__mro__ if not issubclass(one, FSDPModule))
+
+
+def _has_adapters(model: Any) -> bool:
+    return hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _export_adapters(model: Any, folder: Path, saved_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Gather the adapters' tensors, which are small, and let PEFT write them."""
+    names: list[Any] = [None]
+    tensors = state(model)
+    with together(WHAT):
+        if _is_first():
+            names = [_adapter_names(model, tensors)]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(names)
+    gathered = {name: _gathered(tensors[name], saved_dtypes.get(name, tensors[name].dtype)).cpu() for name in names[0]}
+    with together(WHAT):
+        if _is_first():
+            model.save_pretrained(str(folder), state_dict=gathered)
+
+
+def _adapter_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the tensors that PEFT saves of a model, layers that are trained whole and grown embeddings included."""
+    from peft import get_peft_model_state_dict
+
+    outline = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    wanted = {
+        id(tensor)
+        for adapter in model.peft_config
+        for tensor in get_peft_model_state_dict(model, state_dict=dict(outline), adapter_name=adapter).values()
+    }
+    return [name for name, tensor in outline.items() if id(tensor) in wanted]
+
+
+def _is_first() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
