@@ -122,9 +122,10 @@ def _named_in_mask_calls(function: Any) -> set[str]:
         return {"position_ids"}
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith("create_"):
-            names |= {keyword.arg for keyword in node.keywords if keyword.arg}
+        found: set[str] = set()
+        if isinstance(node, ast.Call):
+            found = {keyword.arg for keyword in node.keywords if keyword.arg}
         elif isinstance(node, ast.Dict):
-            keys = {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-            names |= keys if "attention_mask" in keys else set()
+            found = {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+        names |= found if {"config", "attention_mask"} <= found else set()
     return names

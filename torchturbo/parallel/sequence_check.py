@@ -6,6 +6,7 @@ registry. Everything else of a model must compute each token alone, or from its 
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from torchturbo.engine.model import base_model
 from torchturbo.objectives.normalise import own_loss_function
+from torchturbo.ops.replace import innermost
 from torchturbo.parallel.ulysses import attention_globals
 
 Obstacle = tuple[str, str]
@@ -51,8 +53,6 @@ def _kind(model: nn.Module, base: Any, config: Any) -> Iterator[Obstacle]:
     parameters = inspect.signature(base.forward).parameters
     if "position_ids" not in parameters:
         yield f"{name} takes no position_ids, and would count each part of a sequence from 0", ALONE
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        yield f"{name} takes no further keywords, by which its attentions learn of the whole sequence", ALONE
     if any(getattr(peft, "is_prompt_learning", False) for peft in getattr(model, "peft_config", {}).values()):
         yield "PEFT would put a prompt before each part of a sequence", "use LoRA, or sp_size 1"
 
@@ -64,6 +64,7 @@ def _layers(base: Any, config: Any) -> Iterator[Obstacle]:
     if not attending:
         yield f"{type(base).__name__} has no attention that is called by Transformers' AttentionInterface", ALONE
         return
+    yield from _deaf(base, attending)
     for kind in kinds:
         known = kind.__name__.lower().replace("_", "")
         if issubclass(kind, nn.Conv1d | nn.Conv2d) or any(word in known for word in MIXERS):
@@ -80,6 +81,27 @@ def _layers(base: Any, config: Any) -> Iterator[Obstacle]:
         yield f"{type(base).__name__} attends to both sides, expected a causal language model", ALONE
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         yield "attention in chunks (chunked_attention): its mask can't be told from a causal one", ALONE
+
+
+def _deaf(base: Any, attending: set[type]) -> Iterator[Obstacle]:
+    """Yield the kinds of modules around an attention that do not hand on the keyword by which it knows the whole."""
+    for kind in dict.fromkeys(type(module) for module in base.modules()):
+        if kind in attending and "position_bias" in innermost(kind.forward).__code__.co_varnames:
+            yield f"{kind.__name__} adds a bias for each position, of a part of the sequence only", ALONE
+    around = dict.fromkeys(
+        type(module) for module in base.modules() if any(type(inner) in attending for inner in module.modules())
+    )
+    for kind in around:
+        if not issubclass(kind, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not _hands_keywords_on(kind):
+            yield f"{kind.__name__} hands no keywords on, by which attention learns of the whole sequence", ALONE
+
+
+def _hands_keywords_on(kind: type[nn.Module]) -> bool:
+    code = innermost(kind.forward).__code__
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    return any(at.argval == name and at.opname.startswith("LOAD") for at in dis.get_instructions(code))
 
 
 def _decoder_layers(base: Any) -> Iterator[nn.Module]:
