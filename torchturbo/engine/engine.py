@@ -13,7 +13,7 @@ from torch import nn
 from torchturbo.engine import pipeline
 from torchturbo.engine.context import Context
 from torchturbo.engine.model import base_model, set_cache
-from torchturbo.parallel.mesh import MeshPlan
+from torchturbo.parallel.mesh import MeshPlan, is_sharded
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -35,9 +35,8 @@ class Engine:
         self.config = config
         self.context = context
         self._use_cache: bool | None = None
-        offload = config.backend_config.cpu_offload
         context.plan = MeshPlan.of(config, context.world_size)
-        context.sharded = context.world_size > 1 or (offload.enabled and offload.mode == "all")
+        context.sharded = is_sharded(config, context.world_size)
 
     def problems(self, model: nn.Module) -> list[Problem]:
         """Return what the steps find wrong with a model; its weights may be on the meta device still.

@@ -74,6 +74,12 @@ class MeshPlan:
         return f"{self.world_size} ranks = dp {self.dp_size} x sp {self.sp_size}{experts}"
 
 
+def is_sharded(config: EngineConfig, world_size: int) -> bool:
+    """Return whether FSDP2 holds the parameters: always with several ranks, and where one process offloads them."""
+    offload = config.backend_config.cpu_offload
+    return world_size > 1 or (offload.enabled and offload.mode == "all")
+
+
 def mesh_problems(config: EngineConfig, world_size: int) -> list[Problem]:
     """Return what keeps this many ranks from forming the groups that a configuration asks for, all at once."""
     sizes = ((SP_SIZE, "a sequence", "dp_size"), (EP_SIZE, "a set of experts", "ep_fsdp_size"))

@@ -10,12 +10,14 @@ from typing import Any
 from transformers import TrainingArguments
 
 from torchturbo.adapters import base
-from torchturbo.adapters.hf_arguments import clashes, compile_clash, loss_clash, taken_over, term_clashes
+from torchturbo.adapters.hf_arguments import clashes, compile_clash, loss_clash, said_values, taken_over, term_clashes
+from torchturbo.adapters.hf_optimizer import nothing_for_muon, optimizer_clashes
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
-from torchturbo.checkpoint.resume import allowed_changes, find_checkpoint, resume_flag, resume_problems
+from torchturbo.checkpoint.resume import allowed_changes, find_checkpoint, format_problem, resume_flag, resume_problems
+from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.config import EngineConfig
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
@@ -24,6 +26,7 @@ from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
+from torchturbo.parallel.mesh import is_sharded
 from torchturbo.plugins.contract import Plugin, Run
 from torchturbo.plugins.load import load_plugins, plugin_facts
 from torchturbo.runtime import Runtime, current_runtime
@@ -70,6 +73,7 @@ class Job:
     resume: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     plugins: list[Plugin] = field(default_factory=list)
+    weights: WeightSource | None = None
     positions: int | None = None
     """Longest sequence that the model's table of positions has room for; None for computed positions."""
 
@@ -85,6 +89,11 @@ class Job:
     def is_finished(self) -> bool:
         """Return whether the checkpoint that the run resumes from is its last one, so that nothing is left to train."""
         return self.resume is not None and saved_step(self.resume) >= self.steps
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether FSDP2 holds the model's parameters, which it then takes before they have values."""
+        return is_sharded(self.config, self.plan.world_size)
 
     @property
     def output_dir(self) -> Path:
@@ -174,6 +183,7 @@ def argument_problems(
     ):
         if problem is not None:
             problems.append(problem)
+    problems += optimizer_clashes(config, said_values(training), typed=True)
     problems += report_problems(training)
     return problems
 
@@ -193,6 +203,8 @@ def model_problems(model: Any, training: TrainingArguments, engine: Engine) -> l
     """Return what the engine's steps and the optimizer find wrong with a model on meta; None could not be made there."""
     problems = [] if model is None else engine.problems(model)
     if (problem := optimizer_problem(training, model)) is not None:
+        problems.append(problem)
+    if model is not None and (problem := nothing_for_muon(model, engine.config)) is not None:
         problems.append(problem)
     return problems
 
@@ -283,7 +295,9 @@ def _compare(job: Job) -> None:
             log.warning_rank0("%s says nothing to a run that resumes nothing", resume_flag())
         return
     extra = {**extra, **plugin_facts(job.plugins)}
-    facts = run_facts(taken_over(job.training, job.plan.accumulation), job.plan.world_size, extra)
+    facts = run_facts(taken_over(job.training, job.plan.accumulation), job.plan, extra)
     problems, _ = resume_problems(job.resume, job.config, facts, resume_flag())
+    if problem := format_problem(job.resume, job.is_sharded):
+        problems.append(problem)
     if problems:
         raise ConfigError(problems)

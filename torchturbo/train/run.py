@@ -33,7 +33,7 @@ from torchturbo.train.commandline import Command, read_command
 from torchturbo.train.console import Progress, Watch, duration, library_bars
 from torchturbo.train.curve import NAME as CURVE_NAME
 from torchturbo.train.curve import loss_points, write_curve
-from torchturbo.train.model import load_model, pad_token_id
+from torchturbo.train.model import load_model, pad_token_id, weight_source
 from torchturbo.train.prepare import Job, prepare, vocabulary
 
 MOST_LEAK = 1e-3
@@ -94,8 +94,9 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
     _announce(job, say)
     with restored_determinism(), library_bars(shown=False), at_least(LogLevel.WARNING if quiet else LogLevel.DEBUG):
         with together("loading the model"), library_bars(shown=not quiet and sys.stderr.isatty()):
-            model = load_model(job.model_arguments, job.model_config)
-        with together("checking the model"):
+            job.weights = weight_source(job.model_arguments, job.model_config)
+            model = load_model(job.model_arguments, job.model_config, job.weights if job.is_sharded else None)
+        if not job.is_sharded:
             _check_packing(job, model.to(job.training.device))
         say("model: %s, %s", type(model).__name__, _parameters(model))
         with _output_of_its_own(job):
@@ -109,6 +110,8 @@ def _train(job: Job, model: Any, callbacks: Sequence[Any], quiet: bool) -> Train
     progress = Progress()
     own = [_Begin(job), Watch(), *([] if quiet else [progress])]
     trainer = make_trainer(job, model, [*own, *callbacks])
+    if job.is_sharded:  # which has its weights only now
+        _check_packing(job, model)
     started = time.monotonic()
     try:
         if job.is_finished:
@@ -174,6 +177,7 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
         callbacks=list(callbacks),
         turbo_config=job.config,
         turbo_loaded=job.plugins,
+        turbo_weights=job.weights,
     )
     trainer.turbo_facts = job.facts
     for theirs in (PrinterCallback, ProgressCallback):  # --disable_tqdm false would draw a second bar over the line
@@ -186,8 +190,9 @@ def _check_packing(job: Job, model: Any) -> None:
     if not job.data.packing:
         return
     bf16 = job.config.mixed_precision == "bf16"
+    autocast = torch.autocast(job.runtime.device_type, dtype=torch.bfloat16, enabled=bf16 and not job.is_sharded)
     cache = set_cache(model, False)  # with one Transformers does not look for boundaries; training goes without, too
-    with torch.autocast(job.runtime.device_type, dtype=torch.bfloat16, enabled=bf16):
+    with together("checking the model"), autocast:
         leak = packing_leak(model, vocabulary(job.model_config) or 16)
     set_cache(model, cache)
     if leak > (MOST_LEAK_BF16 if bf16 else MOST_LEAK):

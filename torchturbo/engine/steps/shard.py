@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,4 +26,5 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         shard(units, context.meshes, config, context.runtime, partly_used=context.partly_used)
         log.debug("%d layers are units of sharding, %s", len(units.layers), context.plan)
     if context.weights is not None and any(parameter.is_meta for parameter in model.parameters()):
-        context.weights.load(model)
+        offloaded = config.backend_config.cpu_offload.enabled and config.backend_config.cpu_offload.mode == "all"
+        context.weights.load(model, torch.device(context.runtime.device_type), offloaded=offloaded)
