@@ -1,0 +1,51 @@
+"""The same run on every layout: losses and gradient norms of Hugging Face's own Trainer in one process, to 5 decimals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import acceptance
+import pytest
+from ranks import run_ranks
+
+History = dict[int, tuple[float, float]]
+LAYOUTS = {
+    "1 rank": (1, []),
+    "2 ranks": (2, []),
+    "2 ranks, ep 2": (2, ["--tt_ep_size", "2"]),
+    "2 ranks, sp 2": (2, ["--tt_sp_size", "2"]),
+    "2 ranks, sp 2, ep 2": (2, ["--tt_sp_size", "2", "--tt_ep_size", "2"]),
+    "4 ranks, sp 2, ep 2": (4, ["--tt_sp_size", "2", "--tt_ep_size", "2"]),
+    "4 ranks, ep 4": (4, ["--tt_ep_size", "4"]),
+    "4 ranks, sp 4": (4, ["--tt_sp_size", "4"]),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> History:
+    found: History = run_ranks(1, stock, str(tmp_path_factory.mktemp("stock")))[0]
+    return found
+
+
+def stock(rank: int, folder: str) -> History:
+    return acceptance.stock(Path(folder))
+
+
+def words(layout: str) -> tuple[int, list[str]]:
+    world_size, plan = LAYOUTS[layout]
+    return world_size, ["--tt_gbs", "4", *plan]
+
+
+def assert_same(expected: History, found: History) -> None:
+    assert expected.keys() == found.keys()
+    for step, pair in expected.items():
+        assert found[step] == pytest.approx(pair, rel=0, abs=5e-6), step
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_process(layout: str, expected: History, tmp_path: Path) -> None:
+    """Same rows in every step, same mean over their targets, same norm."""
+    world_size, line = words(layout)
+
+    for found in run_ranks(world_size, acceptance.run, str(tmp_path), line):
+        assert_same(expected, found)
