@@ -1,19 +1,33 @@
-"""Checkpoints under Hugging Face's Trainer: compared on resume, staged, recorded, and renamed when they are whole."""
+"""Checkpoints under Hugging Face's Trainer: compared on resume, staged, recorded, and renamed when they are whole.
+
+What is exact is written natively (:mod:`torchturbo.checkpoint.native`), in the background; what others read, the
+export, at once, for gathering it takes the ranks' collectives.
+"""
 
 from __future__ import annotations
 
-import shutil
+import functools
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from torchturbo.checkpoint.damage import saved_step
-from torchturbo.checkpoint.files import clear_staging, publish_folder, staging_folder
-from torchturbo.checkpoint.record import read_facts, run_facts, write_record
-from torchturbo.checkpoint.resume import find_checkpoint, has_record, resume_flag, resume_problems
+from torchturbo.checkpoint import native
+from torchturbo.checkpoint.background import Background
+from torchturbo.checkpoint.damage import NATIVE, STATE_NAME, is_native, saved_step
+from torchturbo.checkpoint.files import clear_staging, remove, staging_folder
+from torchturbo.checkpoint.hf_export import export
+from torchturbo.checkpoint.record import exports_each, read_facts, run_facts, write_record
+from torchturbo.checkpoint.resume import find_checkpoint, format_problem, has_record, resume_flag, resume_problems
 from torchturbo.errors import ConfigError, Problem, fail, shorten
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
@@ -21,6 +35,7 @@ from torchturbo.plugins.load import plugin_facts
 
 if TYPE_CHECKING:
     from torchturbo.engine.engine import Engine
+    from torchturbo.parallel.batch import BatchPlan
 
 log = get_logger(__name__)
 
@@ -46,10 +61,18 @@ class CheckpointMixin:
         state: Any
         optimizer: Any
         lr_scheduler: Any
+        accelerator: Any
+        callback_handler: Any
+        processing_class: Any
+        data_collator: Any
+        turbo_plan: BatchPlan
 
     _staged: Path | None = None
     _resuming: bool = False
+    _in_checkpoint: bool = False
+    _told_of_draws: bool = False
     _allowed: Mapping[str, Any] = {}
+    _writing: Background | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is compared with this run first."""
@@ -63,13 +86,28 @@ class CheckpointMixin:
                 clear_staging(Path(self.args.output_dir))
             if self.model is not None and not self.turbo.owns(self.model):
                 self.turbo.prepare(self.model)  # another trainer was made of the same model since, or it was released
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+                self._checkpoints.finish()
+            except BaseException:
+                self._checkpoints.abandon()
+                raise
+            return output
+
+    @property
+    def _checkpoints(self) -> Background:
+        """Return what writes this run's checkpoints."""
+        if self._writing is None:
+            self._writing = Background(self.turbo.context.world_size, self.turbo.context.rank)
+        return self._writing
 
     def _checkpoint(self, wanted: str | bool) -> Path:
         """Return the checkpoint to resume from, after comparing it with this run."""
         folder = find_checkpoint(wanted, Path(self.args.output_dir), "resume_from_checkpoint")
         if isinstance(folder, Problem):
             raise ConfigError([folder])
+        if problem := format_problem(folder, self.turbo.context.sharded):
+            raise ConfigError([problem])
         self._compare_with(folder)
         return folder
 
@@ -87,7 +125,10 @@ class CheckpointMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         made = [dict(group) for group in self.optimizer.param_groups]
         with _loading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            if checkpoint is not None and is_native(Path(checkpoint)):
+                self._load_native_optimizer(Path(checkpoint))
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         for name in self._allowed.keys() & OPTIMIZER_ARGUMENTS.keys():
             option = OPTIMIZER_ARGUMENTS[name]
             for group, wanted in zip(self.optimizer.param_groups, made, strict=True):
@@ -104,13 +145,44 @@ class CheckpointMixin:
             hooks.run.step = saved_step(Path(checkpoint))
             hooks.call("load_checkpoint", Path(checkpoint))
 
+    def _load_native_optimizer(self, folder: Path) -> None:
+        optimizer, scheduler = _bare(self.optimizer), self.lr_scheduler
+        native.load_optimizer(self.model, optimizer, folder / NATIVE, self._checkpoints.group)
+        scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True))
+        if len(scheduler.base_lrs) != len(optimizer.param_groups):  # groups are split by mesh
+            scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._resuming = True
         try:
             with _loading(resume_from_checkpoint):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+                if is_native(folder := Path(resume_from_checkpoint)):
+                    native.load_model(self.model if model is None else model, folder / NATIVE, self._checkpoints.group)
+                else:
+                    super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         finally:
             self._resuming = False
+
+    def _load_best_model(self) -> None:
+        self._checkpoints.finish()
+        best = Path(self.state.best_model_checkpoint)
+        if not is_native(best) and not self.turbo.context.sharded:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        log.info_rank0("loading the best model, %s (%s)", best.name, self.state.best_metric)
+        with _loading(str(best)):
+            if not is_native(best):
+                raise ValueError(f"there is no {NATIVE} in it")
+            native.load_model(self.model, best / NATIVE, self._checkpoints.group)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._checkpoints.finish()  # before old ones are removed
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._checkpoints.poll()
+        return super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint whose weights lack some of the model's, which would go on with the ones it was loaded from.
@@ -128,18 +200,70 @@ class CheckpointMixin:
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        self._tell_of_draws(checkpoint)
         with _loading(checkpoint):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
+    def _tell_of_draws(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._told_of_draws:
+            return
+        self._told_of_draws = True
+        saved, now = (read_facts(Path(checkpoint)) or {}).get("world_size"), self.turbo.context.world_size
+        if isinstance(saved, int) and saved != now:
+            text = (
+                "%s holds the random states of %d ranks, this run has %d: dropout draws differ, data and schedule don't"
+            )
+            log.warning_rank0(text, checkpoint, saved, now)
+
     def turbo_run(self) -> dict[str, Any]:
         """Return the facts of this run that its record holds."""
-        context = self.turbo.context
-        return run_facts(self.args, context.world_size, {**self.turbo_facts, **plugin_facts(context.hooks.plugins)})
+        plugins = self.turbo.context.hooks.plugins
+        return run_facts(self.args, self.turbo_plan, {**self.turbo_facts, **plugin_facts(plugins)})
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model with the key-value cache it came with: training goes without, generating should not."""
+    # ---- saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Export the model for others: its weights as they came, its configuration, its tokenizer. A collective.
+
+        It is saved with the key-value cache it came with: training goes without, generating should not.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if self._in_checkpoint and not (exports_each(self.turbo.config) or self.args.save_only_model):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
         with self.turbo.cache_as_found(self.model):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            if self.args.should_save or not self.turbo.context.sharded:
+                super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
+            else:
+                self._save(str(folder))  # Trainer takes the first rank alone there
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write what :meth:`save_model` writes; a sharded model's weights are gathered by all ranks, piece by piece."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        folder = Path(output_dir or self.args.output_dir)
+        if state_dict is not None or not _is_exportable(model):
+            if state_dict is None and self.turbo.context.sharded:
+                whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                state_dict = get_model_state_dict(model, options=whole)
+            with together("saving the model"):
+                if self.args.should_save:
+                    super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        export(model, folder, saved_dtypes=self.turbo.context.saved_dtypes)
+        with together("exporting the model"):
+            if self.args.should_save:
+                processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if processing is not None:
+                    processing.save_pretrained(folder)
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        if self._staged is None:  # otherwise it follows when everything else is there
+            native.save(native.capture(self.model, _bare(self.optimizer)), folder / NATIVE, self._checkpoints.group)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return super()._get_output_dir(trial) if self._staged is None else str(self._staged)  # type: ignore[misc]
@@ -150,51 +274,82 @@ class CheckpointMixin:
         Trainer asks :meth:`_get_output_dir` where to write, so it writes into the staging folder; what it derives
         from that folder (the best checkpoint's path, the rotation) is put right afterwards.
         """
-        hooks = self.turbo.context.hooks
-        with hooks.aside():
-            if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-                hooks.call("save_checkpoint", folder)
-                if self.args.should_save:
-                    write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
-            else:
-                self._save_staged(model, trial)
+        with self.turbo.context.hooks.aside():
+            self._checkpoints.finish()
+            self._in_checkpoint = True
+            try:
+                if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
+                    self._save_in_place(model, trial)
+                else:
+                    self._save_staged(model, trial)
+            finally:
+                self._in_checkpoint = False
+
+    def _save_in_place(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with together("saving the checkpoint"):
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            self.turbo.context.hooks.call("save_checkpoint", folder)
+            if self.args.should_save:
+                write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
 
     def _save_staged(self, model: Any, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
-        staged = staging_folder(run_dir)
-        self._staged = staged
+        staged = staging_folder(run_dir) / name
+        self._staged = staged.parent
         try:
             with together("saving the checkpoint"):  # one rank's full disk ends all of them
+                staged.mkdir(parents=True, exist_ok=True)
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                self.turbo.context.hooks.call("save_checkpoint", staged / name)
+                self.turbo.context.hooks.call("save_checkpoint", staged)
+                if self.args.should_save:
+                    self._correct_best(staged.parent, run_dir)
+                    self.state.save_to_json(str(staged / STATE_NAME))
+                optimizer = None if self.args.save_only_model else _bare(self.optimizer)
+                state = native.snapshot(native.capture(self.model, optimizer))
         except BaseException:
-            shutil.rmtree(staged / name, ignore_errors=True)
+            if self.args.should_save:
+                remove(staged)
             raise
         finally:
             self._staged = None
-        self._correct_best(staged, run_dir)
-        with together("publishing the checkpoint"):
-            if self.args.should_save:
-                self._publish(staged / name, run_dir / name)
+        self._correct_best(staged.parent, run_dir)
+        record = functools.partial(write_record, staged, self.turbo.config, self.turbo_run(), self.state.global_step)
+        self._checkpoints.start(state, staged, run_dir / name, record, functools.partial(self._rotate, run_dir))
+        if self._somebody_looks():
+            self._checkpoints.finish()
+
+    def _somebody_looks(self) -> bool:
+        """Return whether a callback is told of each save: it may read the checkpoint, or add to it."""
+        return any(
+            isinstance(callback, TrainerCallback) and type(callback).on_save is not TrainerCallback.on_save
+            for callback in self.callback_handler.callbacks
+        )
 
     def _correct_best(self, staged: Path, run_dir: Path) -> None:
         best = self.state.best_model_checkpoint
         if best is not None and Path(best).parent == staged:
             self.state.best_model_checkpoint = str(run_dir / Path(best).name)
 
-    def _publish(self, staged: Path, folder: Path) -> None:
-        self.state.save_to_json(str(staged / "trainer_state.json"))
-        write_record(staged, self.turbo.config, self.turbo_run(), self.state.global_step)
-        publish_folder(staged, folder)
+    def _rotate(self, run_dir: Path) -> None:
         rotate_checkpoints(
-            output_dir=str(folder.parent),
+            output_dir=str(run_dir),
             save_total_limit=self.args.save_total_limit,
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=True,
         )
+
+
+def _is_exportable(model: Any) -> bool:
+    """Return whether a model has a format for others: Transformers' or, for adapters, PEFT's."""
+    peft = sys.modules.get("peft")
+    return isinstance(model, (PreTrainedModel, *([peft.PeftModel] if peft else [])))
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return an optimizer without accelerate's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 @contextmanager

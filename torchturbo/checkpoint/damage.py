@@ -1,8 +1,8 @@
 """What keeps a checkpoint from being resumed, found by a look at each of its files; nothing in them is executed.
 
 A look reads no tensor: the pickles of ``.pt`` files by torch's restricted unpickler, which makes tensors and plain
-values alone, the headers of safetensors files, the JSON. Files that the record knows are held against their
-fingerprints.
+values alone, the index of a native state by :mod:`torchturbo.checkpoint.safe_metadata`, the headers of safetensors
+files, the JSON. Files that the record knows are held against their fingerprints.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from typing import Any, NamedTuple
 
 from torchturbo.checkpoint.fingerprints import READ_BY_A_RESUME, changed_file, is_name
 from torchturbo.checkpoint.record import MANIFEST_NAME, read_manifest
+from torchturbo.errors import shorten
 
 STATE_NAME = "trainer_state.json"
-RESUMABLE = (STATE_NAME, "optimizer.pt", "scheduler.pt")
-"""What a checkpoint must hold for the run to go on as it was."""
+NATIVE = "native"
+"""Folder of a checkpoint with the state that a resume reads, in torch.distributed.checkpoint's format."""
+OPTIMIZER_NAME = "optimizer.json"
+RESUMABLE = (STATE_NAME, "scheduler.pt")
+"""What a checkpoint must hold, beside the optimizer's state, for the run to go on as it was."""
+OPTIMIZERS = (f"{NATIVE}/{OPTIMIZER_NAME}", "optimizer.pt")
+"""The optimizer's state, here and in a checkpoint of Trainer's own."""
 MODEL_CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 PICKLES = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "pytorch_model*.bin", "adapter_model.bin", "scaler.pt")
@@ -37,6 +43,11 @@ class Damage(NamedTuple):
 def damage(folder: Path) -> Damage | None:
     """Return the first thing that keeps a checkpoint from being resumed; None where it is whole."""
     return next(_damages(folder), None)
+
+
+def is_native(folder: Path) -> bool:
+    """Return whether a checkpoint holds a native state, whole or not."""
+    return (folder / NATIVE).is_dir()
 
 
 def saved_step(folder: Path) -> int:
@@ -60,11 +71,13 @@ def index_problem(folder: Path) -> str | None:
 
 
 def _damages(folder: Path) -> Iterator[Damage]:
-    for path in _files(folder, (*READ_BY_A_RESUME, MANIFEST_NAME, MODEL_CONFIG, *PICKLES)):
+    native = _files(folder / NATIVE, ("*",)) if is_native(folder) else []
+    for path in [*_files(folder, (*READ_BY_A_RESUME, MANIFEST_NAME, MODEL_CONFIG, *PICKLES)), *native]:
         if not path.is_file():  # before anything opens it: a pipe would be waited for
             what = "is a link that leads nowhere" if path.is_symlink() and not path.exists() else "is no regular file"
-            yield Damage(f"{path.name} {what}")
-    if not all((folder / name).is_file() for name in RESUMABLE):
+            yield Damage(f"{path.relative_to(folder).as_posix()} {what}")
+    has_optimizer = any((folder / name).is_file() for name in OPTIMIZERS)
+    if not (has_optimizer and all((folder / name).is_file() for name in RESUMABLE)):
         message = "it holds the model alone (save_only_model): its optimizer and schedule can't go on"
         yield Damage(message, "start from it as a model: --model_name_or_path")
     if changed := changed_file(folder, _recorded(folder)):
@@ -76,6 +89,10 @@ def _damages(folder: Path) -> Iterator[Damage]:
         yield Damage(f"{MODEL_CONFIG} is damaged")
     if not _is_state(folder / STATE_NAME):
         yield Damage(f"{STATE_NAME} is damaged")
+    if is_native(folder):
+        if problem := _native_problem(folder / NATIVE):
+            yield Damage(problem)
+        return  # what was exported beside it is read by no resume
     if not _files(folder, WEIGHTS):
         yield Damage("it holds no weights")
     if problem := index_problem(folder):
@@ -117,6 +134,35 @@ def _pickle_problem(path: Path) -> str | None:
         return f"can't be read: {error.strerror or error}"
     except Exception:  # the unpickler's and the archive reader's own errors are of many kinds
         return "is damaged"
+    return None
+
+
+def _native_problem(folder: Path) -> str | None:
+    """Return what is wrong with a native state, after reading its index and the sizes of its files."""
+    from torchturbo.checkpoint.optimizer_state import read_options
+    from torchturbo.checkpoint.safe_metadata import INDEX_NAME, read_index
+
+    index_name = f"{NATIVE}/{INDEX_NAME}"
+    if not (folder / INDEX_NAME).is_file():
+        return f"{index_name} is missing"
+    try:
+        places = (read_index(folder).storage_data or {}).values()
+    except pickle.UnpicklingError as error:
+        return f"{index_name} is no index of tensors in this folder, so it is not loaded: {shorten(str(error), 100)}"
+    except OSError as error:
+        return f"{index_name} can't be read: {error.strerror or error}"
+    ends: dict[str, int] = {}
+    for place in places:
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        if not (folder / name).is_file():
+            return f"{NATIVE}/{name} is missing"
+        if (size := (folder / name).stat().st_size) < end:
+            return f"{NATIVE}/{name} is damaged: expected {end} bytes or more, got {size}"
+    try:
+        read_options(folder)
+    except (ValueError, OSError) as error:
+        return f"{NATIVE}/{error}"
     return None
 
 

@@ -28,6 +28,9 @@ READ_BY_A_RESUME = (
     "torchturbo.yaml",
 )
 """Files of a checkpoint that decide how a run goes on."""
+NATIVE_STATE = "native/*"
+EXPORTED = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+"""Weights that no resume reads where there is a native state."""
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -49,7 +52,11 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the fingerprints of the files in a checkpoint folder that a resume reads, by name."""
-    paths = {path.name: path for pattern in READ_BY_A_RESUME for path in folder.glob(pattern) if path.is_file()}
+    patterns = [*READ_BY_A_RESUME, NATIVE_STATE]
+    if any(True for _ in folder.glob(NATIVE_STATE)):
+        patterns = [pattern for pattern in patterns if pattern not in EXPORTED]
+    found = (path for pattern in patterns for path in folder.glob(pattern))
+    paths = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
     return {name: fingerprint(paths[name]) for name in sorted(paths)}
 
 
@@ -62,7 +69,7 @@ def changed_file(folder: Path, recorded: Mapping[str, Any]) -> tuple[str, str] |
     """Return the first file that differs from its recorded fingerprint, and what is wrong with it; None if none does."""
     for name, expected in recorded.items():
         path = folder / name
-        if not is_name(name) or not isinstance(expected, Mapping):
+        if not is_name(name.removeprefix("native/")) or not isinstance(expected, Mapping):
             continue  # a record by other hands: it says nothing of files elsewhere
         if not path.is_file():
             return name, "is missing"

@@ -13,6 +13,7 @@ from torchturbo.checkpoint.fingerprints import fingerprints
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
+    from torchturbo.parallel.batch import BatchPlan
 
 CONFIG_NAME = "torchturbo.yaml"
 MANIFEST_NAME = "torchturbo_run.json"
@@ -48,15 +49,35 @@ OPTIMIZER_ARGUMENTS = (
 )
 STRICT_ARGUMENTS = (*SCHEDULE_ARGUMENTS, *DATA_ARGUMENTS, *OPTIMIZER_ARGUMENTS)
 """Training arguments that decide which samples a step sees or how the optimizer moves; absent ones are left out."""
-DATA_FACTS = (*DATA_ARGUMENTS, "world_size", "gbs", "dataset", "dataset_tokens", "cutoff_len", "packing")
+STEP_SIZE = "micro_batches_per_step"
+"""Fact: micro-batches of one optimizer step, over all data-parallel ranks. Where it is the same, so are the samples."""
+STEP_PARTS = ("gbs", "world_size", "gradient_accumulation_steps")
+"""What it follows from; another mesh may make the same of others."""
+DATA_FACTS = (
+    *DATA_ARGUMENTS, *STEP_PARTS, STEP_SIZE, "data_parallel_ranks", "length_group_rows",
+    "dataset", "dataset_tokens", "cutoff_len", "packing",
+)  # fmt: skip
 """Facts that decide which samples a step sees."""
+ANY_ORDER = ("random", "sequential")
+"""Sampling strategies whose order does not depend on the number of ranks."""
 
 
-def run_facts(args: Any, world_size: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+def run_facts(args: Any, plan: BatchPlan, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a resumed run must share with this one, as JSON values."""
-    facts: dict[str, Any] = {"world_size": world_size}
+    facts: dict[str, Any] = {"world_size": plan.world_size, STEP_SIZE: plan.gbs}
+    strategy = _plain(getattr(args, "train_sampling_strategy", "random"))
+    by_length = strategy == "group_by_length" or bool(getattr(args, "group_by_length", False))
+    if by_length:  # Transformers sorts within groups of a multiple of this
+        facts["length_group_rows"] = plan.micro_batch * plan.accumulation
+    if bool(getattr(args, "dataloader_drop_last", False)) or not (by_length or strategy in ANY_ORDER):
+        facts["data_parallel_ranks"] = plan.dp_size  # what does not fill a round of them is dropped
     facts |= {name: _plain(getattr(args, name)) for name in STRICT_ARGUMENTS if hasattr(args, name)}
     return facts | {name: _plain(value) for name, value in extra.items()}
+
+
+def exports_each(config: EngineConfig) -> bool:
+    """Return whether each checkpoint holds the model as ``from_pretrained`` reads it, too."""
+    return config.checkpoint.hf_export == "every"
 
 
 def write_record(folder: Path, config: EngineConfig, facts: Mapping[str, Any], step: int) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchturbo.checkpoint.damage import STATE_NAME, damage
+from torchturbo.checkpoint.damage import STATE_NAME, damage, is_native
 from torchturbo.checkpoint.record import (
     CONFIG_NAME,
     DATA_FACTS,
     MANIFEST_NAME,
     SCHEDULE_ARGUMENTS,
+    STEP_PARTS,
+    STEP_SIZE,
     read_facts,
 )
 from torchturbo.config.keys import shown
@@ -31,6 +33,7 @@ NEWEST = ("true", "True", "last", "latest")
 """Words that ask for the newest complete checkpoint instead of naming one."""
 CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
     "gradient_accumulation_steps": ("gbs", "world_size"),
+    STEP_SIZE: STEP_PARTS,
     "data_seed": ("seed",),
     "dataset_tokens": ("dataset", "cutoff_len", "train_on_prompt"),
 }
@@ -40,6 +43,7 @@ WARNED = "plugin_code"
 NEVER_ALLOWED = (
     "optim",
     "optim_args",
+    "optimizer.name",
     "freeze_policy.vision_tower",
     "freeze_policy.multi_modal_projector",
     "freeze_policy.language_model",
@@ -103,6 +107,8 @@ def resume_problems(
         )
         return [damaged], []
     changes = _config_changes(folder, config) | _fact_changes(saved, facts)
+    if STEP_SIZE in saved and saved[STEP_SIZE] == facts.get(STEP_SIZE):  # another mesh, the same steps
+        changes = {name: pair for name, pair in changes.items() if name not in STEP_PARTS}
     changes = {name: pair for name, pair in changes.items() if not changes.keys() & set(CONSEQUENCES.get(name, ()))}
     before, after = changes.pop(WARNED, ({}, {}))
     if other := sorted(name for name in before.keys() & after.keys() if before[name] != after[name]):
@@ -123,6 +129,15 @@ def resume_problems(
         message = f"{name!r} is nothing that a resume compares"
         problems.append(Problem(allow_flag, "", message, did_you_mean(name, known, limit=2)))
     return problems, sorted(allowed & changes.keys())
+
+
+def format_problem(folder: Path, sharded: bool) -> Problem | None:
+    """Return a problem where a sharded run would resume from a checkpoint that holds whole tensors in pickles."""
+    if not sharded or is_native(folder):
+        return None
+    message = "it was saved whole, by one process of Trainer, and a sharded run reads its shards from native/"
+    remedy = "resume in one process without cpu_offload and save once, or start from it: --model_name_or_path"
+    return Problem(str(folder), "", message, remedy)
 
 
 def has_record(folder: Path) -> bool:

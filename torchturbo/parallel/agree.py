@@ -9,25 +9,36 @@ import torch.distributed as dist
 
 from torchturbo.errors import ConfigError, Problem, fail
 
+AGREED = "_torchturbo_agreed"
+"""Attribute of an exception that all ranks raise at the same place."""
+
 
 @contextmanager
 def together(what: str) -> Iterator[None]:
     """Run a block on every rank; if it fails on one, all of them raise and the message is printed once per node.
 
     Inside the block a problem is raised as a plain :class:`ConfigError`; printing is done here, after all ranks
-    were heard. The exchange is a collective, so all ranks must enter the same blocks in the same order.
+    were heard. The exchange is a collective, so all ranks must enter the same blocks in the same order. A block inside
+    another one agrees for both: its error is every rank's already.
     """
     error: Exception | ConfigError | None = None
     try:
         yield
     except (Exception, ConfigError) as caught:
+        if AGREED in vars(caught):
+            raise
         error = caught
     heard = _exchange(_problems(error, what))
     if not any(heard):
         return
     if error is not None and not isinstance(error, ConfigError):
+        vars(error)[AGREED] = True
         raise error  # the rank itself has more to say: its type and traceback
-    fail(_merged(heard))
+    try:
+        fail(_merged(heard))
+    except ConfigError as agreed:
+        vars(agreed)[AGREED] = True
+        raise
 
 
 def _problems(error: BaseException | None, what: str) -> list[Problem]:
