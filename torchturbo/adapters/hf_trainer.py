@@ -27,7 +27,9 @@ from torchturbo.adapters.hf_arguments import (
     term_clashes,
 )
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
+from torchturbo.adapters.hf_data import DataMixin, sequence_clashes
 from torchturbo.adapters.hf_distributed import DistributedMixin
+from torchturbo.adapters.hf_optimizer import OptimizerMixin
 from torchturbo.adapters.hf_places import LoopCallback, PlacesMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class TurboMixin(PlacesMixin, DistributedMixin, CheckpointMixin):
+class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, CheckpointMixin):
     """Puts the engine under the Trainer class that follows it in the method order.
 
     Parameters, beside those of that class
@@ -145,7 +147,7 @@ class TurboMixin(PlacesMixin, DistributedMixin, CheckpointMixin):
         problems += wrong
         if clash := loss_clash(config, args.label_smoothing_factor) or compile_clash(config, args.torch_compile):
             problems.append(clash)
-        problems += term_clashes(hooks.plugins, args.label_smoothing_factor)
+        problems += term_clashes(hooks.plugins, args.label_smoothing_factor) + sequence_clashes(config, args)
         if self.model is not None:
             problems += engine.problems(self.model)
         if problems or isinstance(plan, list):
@@ -210,7 +212,8 @@ class TurboMixin(PlacesMixin, DistributedMixin, CheckpointMixin):
         if self.compute_loss_func is not None or self.label_smoother is not None:
             clash = loss_clash(self.turbo.config, 0, self.compute_loss_func)
             terms = term_clashes(context.hooks.plugins, 0, self.compute_loss_func)
-            if problems := [*([clash] if clash else []), *terms]:
+            parts = sequence_clashes(self.turbo.config, self.args, self.compute_loss_func)
+            if problems := [*([clash] if clash else []), *terms, *parts]:
                 fail(problems)
             context.normaliser = None
         owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
@@ -281,12 +284,14 @@ class TurboMixin(PlacesMixin, DistributedMixin, CheckpointMixin):
     def _real_rows(self, rows: int) -> int | None:
         """Return how many rows of this rank's batch belong to the dataset; None where all do.
 
-        accelerate gives every rank of the last round a full batch, rank after rank, and fills up from the start.
+        accelerate gives every data-parallel rank of the last round a full batch, one after the other, and fills up
+        from the start.
         """
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return None
-        return max(0, min(rows, int(state.remainder) - self.turbo.context.rank * rows))
+        context = self.turbo.context
+        return max(0, min(rows, int(state.remainder) - context.plan.dp_rank(context.rank) * rows))
 
 
 @functools.cache

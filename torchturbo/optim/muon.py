@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
@@ -75,11 +75,11 @@ class MuonAdamW(AdamW):
         *,
         fused: bool | None = None,
         momentum: float = MOMENTUM,
-        layouts: Mapping[Tensor, Fused] | None = None,
+        layouts: Mapping[nn.Parameter, Fused] | None = None,
         ns_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._momentum = momentum
-        self._layouts = dict(layouts or {})
+        self._layouts: dict[Any, Fused] = dict(layouts or {})
         self.ns_dtype = ns_dtype
         super().__init__([dict(group) for group in params], lr, betas, eps, weight_decay, fused=fused)
 

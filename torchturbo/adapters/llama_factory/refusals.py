@@ -116,6 +116,7 @@ AGAINST_KEYS: tuple[tuple[str, str, str], ...] = (
     ),
     ("torch_compile", "loss_chunk.enabled", "torch.compile can't follow the logits of a chunked loss"),
     ("enable_torch_profiler", "profiling", "two profilers can't record one step"),
+    *((name, "optimizer.name", "it is for another optimizer") for name in ("optim", "optim_args", "loraplus_lr_ratio")),
 )
 """Arguments that one of our keys can't be on beside: (name, key, reason)."""
 
@@ -140,6 +141,11 @@ def term_clashes(said: Mapping[str, Said], plugins: Sequence[Plugin]) -> list[Pr
     ]
 
 
+TEXTS = ("optim", "optim_args")
+"""Those of the arguments above that are text."""
+
+
 def _is_on(said: Mapping[str, Said], name: str) -> bool:
     """Return whether a switch is on, or a number is not 0; text in the place of either is told elsewhere."""
-    return name in said and isinstance(said[name].value, int | float) and bool(said[name].value)
+    kinds = str if name in TEXTS else int | float
+    return name in said and isinstance(said[name].value, kinds) and bool(said[name].value)
