@@ -14,6 +14,7 @@ _shtab_torchturbo_commands() {
     config:'Show, explain, check and start configurations.'
     doctor:'What can train here and what is missing; exit status 1 if nothing can.'
     llamafactory:'Run LLaMA-Factory'"'"'s training (its file, KEY=VALUE, its flags).'
+    plan:'What `train` with these options would do and need on N ranks.'
     quickstart:'Train a small model on this machine, from nothing.'
     train:'Fine-tune a model (add the options of Transformers'"'"' TrainingArguments).'
   )
@@ -255,6 +256,65 @@ _shtab_torchturbo_llamafactory_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_torchturbo_llamafactory_defaults_added=0
 
+_shtab_torchturbo_plan_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--world_size[ranks of the launch, on all nodes together (required)]:N:"
+  "--ranks_per_node[default\: 8]:N:"
+  "--memory[device memory of one rank, such as 80GiB]:SIZE:"
+  "--model[short form of --model_name_or_path\; its weights are not read]:MODEL:"
+  "--format[default\: text]:format:(text json)"
+  "--tt_backend[Distributed backend that shards the model]:BACKEND:(fsdp2)"
+  "--tt_cpu_offload[Keep part of the training state in host memory instead of on the device]:BOOL:(true false)"
+  "--tt_prefetch_strategy[Which FSDP units are gathered ahead of the layer that needs them]:STRATEGY:(native auto expert_with_layer expert_lookahead)"
+  "--tt_prefetch_direction[Passes in which explicit prefetch is set up]:DIRECTION:(forward forward_backward)"
+  "--tt_forward_prefetch_depth[Following layers that a layer gathers ahead in forward\; 1 is the next layer]:N:"
+  "--tt_backward_prefetch_depth[Earlier layers that a layer gathers ahead in backward\; 1 is the one before it]:N:"
+  "--tt_mixed_precision[Precision of forward and backward]:POLICY:(bf16 fp32)"
+  "--tt_gbs[Global batch size in micro-batches, each of the framework\'s batch size per device]:GBS:"
+  "--tt_use_deterministic_algorithms[Require deterministic algorithms\: torch\'s strict mode and what the device\'s libraries need in the environment]:BOOL:(true false)"
+  "--tt_op_policy[Which implementation an operator gets (normalisation, rotary embedding, attention, experts, cross-entropy)]:POLICY:(auto native custom)"
+  "--tt_optimizer[Optimizer that the engine builds in place of the framework\'s]:NAME:(muon)"
+  "--tt_sp_size[Ranks of a sequence-parallel group\: they share one sequence (Ulysses), so its attention heads must divide]:SIZE:"
+  "--tt_ep_size[Ranks of an expert-parallel group\: they share one set of experts]:SIZE:"
+  "--tt_gradient_checkpointing[Let the engine recompute each layer\'s activations in backward]:BOOL:(true false)"
+  "--tt_ac_use_reentrant[Use the reentrant form of torch.utils.checkpoint]:BOOL:(true false)"
+  "--tt_enable_mtp[Build the multi-token-prediction heads, load their weights, run them and add their loss]:BOOL:(true false)"
+  "--tt_mtp_loss_scaling_factor[Weight of the heads\' losses\: total \= main \+ weight x sum over depths]:FLOAT:"
+  "--tt_mtp_log_loss[Log the unweighted loss of each head at info level]:BOOL:(true false)"
+  "--tt_enable_dspark[Run the DSpark branch when MTP is on and the model\'s config has DSpark fields]:BOOL:(true false)"
+  "--tt_dspark_loss_scaling_factor[Weight of the DSpark loss in the total\; 0 runs its forward without gradients]:FLOAT:"
+  "--tt_dspark_num_anchors[Largest number of anchor blocks drawn from one sequence]:N:"
+  "--tt_dspark_loss_decay_gamma[Decay constant of the loss weight over the positions of a block, in positions\; 0 gives every position the same weight]:FLOAT:"
+  "--tt_dspark_ce_loss_alpha[Weight of the draft\'s cross-entropy against the real next tokens]:FLOAT:"
+  "--tt_dspark_l1_loss_alpha[Weight of the L1 distance between the draft\'s and the model\'s distributions]:FLOAT:"
+  "--tt_dspark_confidence_loss_alpha[Weight of the confidence head\'s binary cross-entropy]:FLOAT:"
+  "--tt_moe_token_dispatcher[How tokens travel to the ranks that hold their experts]:option moe.token_dispatcher:(alltoall)"
+  "--tt_moe_aux_loss_coeff[Coefficient of the load-balancing loss over the tokens of a micro-batch\; 0 leaves the model\'s own auxiliary loss as it is]:FLOAT:"
+  "--tt_moe_z_loss_coeff[Coefficient of the router z-loss, which keeps router logits small]:FLOAT:"
+  "--tt_enable_chunk_loss[Compute the head and the cross-entropy chunk by chunk during training]:BOOL:(true false)"
+  "--tt_loss_chunk_size[Flattened tokens of one chunk]:TOKENS:"
+  "--tt_freeze_vision_tower[Do not train the vision encoder, nor the audio encoder of a model that has one]:BOOL:(true false)"
+  "--tt_freeze_multi_modal_projector[Do not train the projector between the encoders and the language model]:BOOL:(true false)"
+  "--tt_freeze_language_model[Do not train the language model]:BOOL:(true false)"
+  "--tt_cap_lambda[Weight of the CAP confidence loss, the entropy on tokens that are predicted correctly]:FLOAT:"
+  "--tt_bd_mask_low[Lower bound of the noise ratio sigma that is drawn for each sample]:FLOAT:"
+  "--tt_bd_mask_high[Upper bound of the noise ratio sigma that is drawn for each sample]:FLOAT:"
+  "--tt_bd_block_size[Tokens of one block\: the grain of the attention mask, and the unit to which the cut-off length is rounded up]:INT:"
+  "--tt_log_mfu[Log MFU and HFU beside the loss]:BOOL:(true false)"
+  "--tt_card_name[Chip family whose peak throughput is the denominator\: a row of the peak table]:CARD:(910b 910c h20 h100 h200 a100 910b1 910b3 910b4 h100-pcie h100-nvl h200-nvl b200 gb200)"
+  "--tt_hf_export[Which training checkpoints also export Hugging Face safetensors]:option checkpoint.hf_export:(final every)"
+  "--tt_config[Configuration file to read, YAML or JSON]:PATH:_files"
+  "--tt_profiling[Profile the second optimizer step\; traces go to the profiling folder of the output directory]:BOOL:(true false)"
+  "--tt_memory_snapshot_steps[Optimizer steps, counted from the first, whose memory history is captured into the memory_snapshot folder of the output directory]:STEPS:"
+  "--tt_log_level[Level of TorchTurbo\'s own log lines]:LEVEL:(DEBUG INFO WARNING ERROR)"
+  "--tt_plugin[Plugin to load, code that runs inside the training process\: a Python file, or the name under which an installed package offers one]:PATH:_files"
+  "--tt_resume_allow[Setting that may differ from the resumed checkpoint\'s although it changes the data order or the schedule]:KEY:_files"
+  "--tt_help[print all of them and exit]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_torchturbo_plan_defaults_added=0
+
 _shtab_torchturbo_quickstart_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--output_dir[a new folder for the trained model (541 MB), its settings and data\; a second run gets DIR-2]:DIR:"
@@ -342,6 +402,7 @@ _shtab_torchturbo() {
         config) _shtab_torchturbo_config ;;
         doctor) _arguments -C -s $_shtab_torchturbo_doctor_options ;;
         llamafactory) _arguments -C -s $_shtab_torchturbo_llamafactory_options ;;
+        plan) _arguments -C -s $_shtab_torchturbo_plan_options ;;
         quickstart) _arguments -C -s $_shtab_torchturbo_quickstart_options ;;
         train) _arguments -C -s $_shtab_torchturbo_train_options ;;
       esac

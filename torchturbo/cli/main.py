@@ -15,6 +15,7 @@ BROKEN_PIPE = 141
 # Each takes the words behind its name. They are imported when they run: help and configuration need no torch.
 COMMANDS = {
     "train": "torchturbo.cli.train",
+    "plan": "torchturbo.cli.plan",
     "llamafactory": "torchturbo.cli.llamafactory",
     "quickstart": "torchturbo.cli.quickstart",
     "config": "torchturbo.cli.config",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from torchturbo.cli.arguments import Parser
+from torchturbo.cli.plan import add_options as add_plan_options
 from torchturbo.cli.quickstart import add_options as add_quickstart_options
 from torchturbo.config.keys import Key
 
@@ -40,6 +41,9 @@ def build_parser(keys: Iterable[Key], help_flag: str, *, list_options: bool = Fa
 
     train = _command(commands, "train", "fine-tune a model (add the options of Transformers' TrainingArguments)")
     _add_options(train, keys, help_flag)
+    plan = _command(commands, "plan", "what `train` with these options would do and need on N ranks")
+    add_plan_options(plan)
+    _add_options(plan, keys, help_flag)
     factory = _command(commands, "llamafactory", "run LLaMA-Factory's training (its file, KEY=VALUE, its flags)")
     _complete_files(factory.add_argument("file", metavar="FILE", nargs="?", help="its YAML or JSON file"))
     _add_options(factory, keys, help_flag)

@@ -1,0 +1,1 @@
+"""What a run will need, worked out before it is launched: ``torchturbo plan``."""

@@ -1,0 +1,119 @@
+"""From a training command line and a number of ranks to a plan, by the checks of the launch itself; nothing stops it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
+
+from torchturbo.adapters import base
+from torchturbo.config.commandline import CommandLine, read_command_line
+from torchturbo.config.merge import Merged, merge
+from torchturbo.config.sources import read_layers
+from torchturbo.engine.config import config_of
+from torchturbo.errors import Problem
+from torchturbo.parallel.batch import BatchPlan
+from torchturbo.parallel.mesh import MeshPlan, mesh_problems
+from torchturbo.plan.mesh import axes
+from torchturbo.plan.report import Plan
+
+if TYPE_CHECKING:
+    from torchturbo.engine.config import EngineConfig
+
+MICRO_BATCH, ACCUMULATION = 8, 1
+"""Transformers' own defaults, for a plan without a word about the training."""
+LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", *base.RANK_VARIABLES)
+
+
+class Request(NamedTuple):
+    """What is to be planned."""
+
+    words: Sequence[str]
+    """The command line of ``torchturbo train``, or a part of it."""
+    world_size: int
+    ranks_per_node: int = 8
+    memory: int | None = None
+    """Bytes of device memory of one rank; None asks this machine's accelerator."""
+
+
+def examine(request: Request) -> Plan:
+    """Work out a plan; all that is wrong is in it.
+
+    Raises
+    ------
+    MissingLibrary
+        If the command line names a model or options of the training, and training has a library missing.
+
+    """
+    plan = Plan(request.world_size, request.ranks_per_node, available=request.memory)
+    line = read_command_line(request.words)
+    with _listening(plan.warnings):
+        if line.rest:
+            with mock.patch.dict(os.environ):
+                _leave_launch(os.environ)
+                from torchturbo.plan.training import examine_training
+
+                examine_training(line, plan)
+        else:
+            _examine_configuration(line, plan)
+    plan.errors = list(dict.fromkeys(plan.errors))
+    plan.warnings = list(dict.fromkeys(plan.warnings))
+    return plan
+
+
+def _examine_configuration(line: CommandLine, plan: Plan) -> None:
+    """Work out what follows from TorchTurbo's own options; no library is imported for it."""
+    named = line.reading.settings.get("config_path")
+    merged = merge(read_layers(line.reading, named.value if named else None))
+    plan.errors += base.environment_clashes()
+    config = configuration(merged, plan)
+    if config is not None:
+        lay_out(config, MICRO_BATCH, ACCUMULATION, plan)
+
+
+def configuration(merged: Merged, plan: Plan) -> EngineConfig | None:
+    """Return the configuration of merged layers where they make one; what is wrong with them goes into the plan."""
+    plan.errors += base.config_problems(merged)
+    return None if merged.problems else config_of(merged)
+
+
+def lay_out(config: EngineConfig, micro_batch: int, accumulation: int, plan: Plan) -> None:
+    """Put the mesh and the batch into a plan, as far as the numbers allow."""
+    if not mesh_problems(config, plan.world_size):
+        plan.axes = axes(MeshPlan.of(config, plan.world_size), plan.ranks_per_node)
+    batch = base.plan_batch(config, micro_batch, accumulation, plan.world_size)
+    if isinstance(batch, BatchPlan):
+        plan.batch = batch
+    else:
+        plan.errors += batch
+
+
+def _leave_launch(environ: MutableMapping[str, str]) -> None:
+    """Forget the launcher's variables for a while: with them TrainingArguments would wait for the other ranks."""
+    for name in LAUNCHER:
+        environ.pop(name, None)
+
+
+@contextmanager
+def _listening(heard: list[Problem]) -> Iterator[None]:
+    """Keep what TorchTurbo warns of in this block, instead of printing it, and let libraries be silent."""
+    import logging
+
+    logger = logging.getLogger("torchturbo")
+    before = logger.handlers[:], logger.propagate, logger.level
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(Problem("", "", record.getMessage()))
+
+    logger.handlers, logger.propagate = [Keep(logging.WARNING)], False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.handlers, logger.propagate = before[0], before[1]
+        logger.setLevel(before[2])

@@ -1,0 +1,114 @@
+"""The part of a plan that a model on the meta device tells: bytes of each rank, the order of gathers, advice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchturbo.engine.backends.fsdp2.prefetch import prefetch_lists
+from torchturbo.engine.backends.fsdp2.units import find_units
+from torchturbo.engine.steps import freeze, precision
+from torchturbo.engine.steps.prefetch import AUTO, chosen
+from torchturbo.plan import advice
+from torchturbo.plan.activations import estimate
+from torchturbo.plan.facts import Facts, facts_of
+from torchturbo.plan.memory import Range, gradient_bytes, optimizer_bytes, parameter_bytes
+from torchturbo.plan.optimizer import Optimizer, optimizer_of
+from torchturbo.plan.report import Memory, Model, Order, Plan
+from torchturbo.plan.traffic import Passing, passing
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+
+    from torchturbo.engine.config import EngineConfig
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.engine import Engine
+    from torchturbo.train.arguments import DataArguments
+
+BF16 = 2
+"""Bytes of an element."""
+
+
+def examine_model(
+    model: nn.Module, name: str, engine: Engine, training: TrainingArguments, data: DataArguments, plan: Plan
+) -> None:
+    """Put what a model needs into a plan whose mesh and batch are known; the model is used up."""
+    config, context = engine.config, engine.context
+    facts = settled_facts(model, config, context)
+    kind = type(model).__name__
+    computes_in = "bf16" if config.mixed_precision == "bf16" else "fp32"
+    plan.model = Model(name, kind, facts.parameters, facts.trained, len(facts.layers), computes_in)
+    if context.sharded and len(facts.layers) > 1:
+        plan.order = order_of(model, facts, config, context)
+    optimizer = optimizer_of(
+        facts.weights, str(getattr(training.optim, "value", training.optim)), config.optimizer.name, facts.matrices
+    )
+    plan.memory = _memory(model, facts, optimizer, engine, data, plan)
+    plan.warnings += advice.of(plan, facts.weights, config)
+
+
+def settled_facts(model: nn.Module, config: EngineConfig, context: Context) -> Facts:
+    """Return the facts of a model on meta, after the steps that decide what is trained and in which format."""
+    model.float()  # as the weights are read
+    freeze.apply(model, config, context)
+    precision.apply(model, config, context)
+    return facts_of(model, context)
+
+
+def order_of(model: nn.Module, facts: Facts, config: EngineConfig, context: Context) -> Order:
+    """Return the order of gathers that the step "prefetch" would set up."""
+    section = config.backend_config
+    strategy: str = section.prefetch_strategy
+    depths = section.forward_prefetch_depth, section.backward_prefetch_depth
+    reason = ""
+    if strategy == AUTO:
+        strategy, reason = chosen(find_units(model), config, context.plan.ep_size)
+    return Order(
+        strategy, reason, facts.layers, prefetch_lists(facts.layers, strategy, section.prefetch_direction, *depths)
+    )
+
+
+def _memory(
+    model: nn.Module, facts: Facts, optimizer: Optimizer, engine: Engine, data: DataArguments, plan: Plan
+) -> Memory:
+    config, context, weights = engine.config, engine.context, facts.weights
+    assert plan.batch is not None
+    state = None
+    if (rules := optimizer.rules) is not None:
+        state = Range.of(lambda rank: optimizer_bytes(weights, rules, rank), context.world_size)
+    held = Passing(0, 0)
+    if context.sharded:
+        held = passing(
+            weights,
+            facts.layers,
+            plan.order.lists if plan.order else {},
+            itemsize=BF16 if config.mixed_precision == "bf16" else None,
+            reshard=config.backend_config.reshard_after_forward,
+        )
+    micro_batch, length = plan.batch.micro_batch, data.cutoff_len
+    ragged = micro_batch > 1 or data.packing
+    parameters, gradients = parameter_bytes(weights), gradient_bytes(weights)
+    host = _on_host(config, parameters, gradients, state)
+    activations = estimate(model, config, context, micro_batch, length)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        optimizer_words=optimizer.words,
+        buffers=facts.buffers,
+        host=host,
+        gathered=held.gathered,
+        reducing=held.reducing,
+        activations=activations.bytes,
+        mask=micro_batch * length * length if ragged else 0,
+        reason=activations.reason,
+    )
+
+
+def _on_host(config: EngineConfig, parameters: int, gradients: int, state: Range | None) -> Range:
+    """Return the bytes of a rank's state that ``cpu_offload`` puts into host memory."""
+    offload = config.backend_config.cpu_offload
+    if not offload.enabled:
+        return Range(0, 0)
+    state = state or Range(0, 0)
+    return Range(parameters + gradients, parameters + gradients) + state
