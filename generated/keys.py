@@ -261,7 +261,6 @@ KEYS: dict[str, Key] = {
             cli="--tt_sp_size",
             env="TORCH_TURBO_SP_SIZE",
             metavar="SIZE",
-            strict_on_resume=True,
         ),
         Key(
             path="parallel_plan.ep_size",
@@ -277,7 +276,6 @@ KEYS: dict[str, Key] = {
             cli="--tt_ep_size",
             env="TORCH_TURBO_EP_SIZE",
             metavar="SIZE",
-            strict_on_resume=True,
         ),
         Key(
             path="activation_checkpointing.enabled",

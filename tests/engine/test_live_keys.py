@@ -194,6 +194,10 @@ def logit_rows(path: str, *words: str) -> Callable[[Any, Path], int]:
     return observe
 
 
+def optimizer(value: Any, folder: Path) -> str:
+    return type(run(folder, *flag("optimizer.name", value)).optimizer.optimizer).__name__
+
+
 def mfu(value: Any, folder: Path) -> Any:
     logs = run(folder, *flag("mfu.enabled", value)).state.log_history
     return "tokens_per_second" in logs[0]
@@ -233,6 +237,11 @@ def operators(value: Any, folder: Path) -> str:
     return str(sorted(name for module in trainer.model.modules() for name in vars(module) if name == "forward"))
 
 
+def exported(value: Any, folder: Path) -> list[str]:
+    run(folder, *flag("checkpoint.hf_export", value), save_strategy="steps", save_steps=1, max_steps=1)
+    return sorted(path.name for path in (folder / "checkpoint-1").glob("*.safetensors"))
+
+
 CASES: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     "log_level": ("INFO", "ERROR", log_lines),
     "mixed_precision": ("bf16", "fp32", watched("mixed_precision", lambda seen: seen.logits_dtype)),
@@ -260,10 +269,12 @@ CASES: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     "freeze_policy.multi_modal_projector": (True, False, trained("freeze_policy.multi_modal_projector")),
     "freeze_policy.language_model": (True, False, trained("freeze_policy.language_model")),
     "ops.policy": ("native", "custom", operators),
+    "optimizer.name": ("muon", "null", optimizer),
     "mfu.enabled": (True, False, mfu),
     "mfu.card": ("h100", "a100", card),
     "profiling": (True, False, profiled),
     "memory_snapshot_steps": (1, 2, snapshots),
+    "checkpoint.hf_export": ("every", "final", exported),
     "plugins": ("marking.py", "idle.py", plugins),
     **RANKED,
 }

@@ -80,6 +80,20 @@ STEPS: tuple[Step, ...] = (
     ),
     Step("mesh", "torchturbo.engine.steps.mesh:apply"),
     Step(
+        "sequence",
+        "torchturbo.engine.steps.sequence:apply",
+        ("parallel_plan.sp_size",),
+        check="torchturbo.engine.steps.sequence:check",
+        undo="torchturbo.engine.steps.sequence:undo",
+    ),
+    Step(
+        "experts",
+        "torchturbo.engine.steps.experts:apply",
+        ("parallel_plan.ep_size", "moe.token_dispatcher"),
+        check="torchturbo.engine.steps.experts:check",
+        undo="torchturbo.engine.steps.experts:undo",
+    ),
+    Step(
         "activation checkpointing",
         "torchturbo.engine.steps.activation_checkpointing:apply",
         ("activation_checkpointing.enabled", "activation_checkpointing.use_reentrant"),
@@ -107,6 +121,8 @@ LAUNCH: tuple[Step, ...] = (
     Step("logging", "torchturbo.adapters.base:apply_log_level", ("log_level",)),
     Step("batch", "torchturbo.adapters.base:plan_batch", ("gbs",)),
     Step("backend", "torchturbo.adapters.base:describe_backend", ("backend",)),
+    Step("optimizer", "torchturbo.adapters.hf_optimizer:make_optimizer", ("optimizer.name",)),
+    Step("checkpoints", "torchturbo.checkpoint.record:exports_each", ("checkpoint.hf_export",)),
     Step("resume", "torchturbo.checkpoint.resume:allowed_changes", ("resume_allow",)),
     Step("plugins", "torchturbo.plugins.load:load_plugins", ("plugins",)),
 )
