@@ -22,6 +22,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {**MOE, **LATENT, "n_group": 2}),
     "glm4_moe": ("glm4_moe", {**MOE, "n_group": 1}),
+    "bare": ("llama", {"tie_word_embeddings": True}),  # saved as the base model, without the prefix "model."
+    "fused": ("qwen3_moe", {}),  # saved as the model holds its experts
 }
 
 
@@ -34,7 +36,8 @@ def save(folder: Path, family: str, dtype: str = "bfloat16") -> Path:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_()  # zeros would hide that it was not read
-    model.save_pretrained(folder, max_shard_size="40KB")
+    saved = model.model if family == "bare" else model
+    saved.save_pretrained(folder, max_shard_size="40KB", save_original_format=family != "fused")
     return folder
 
 

@@ -191,13 +191,15 @@ def _conversions_kept(model: Any) -> Iterator[None]:
 
 def _gathered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole of a tensor in a number format, on its device. A collective for a sharded one."""
-    value = tensor.detach().to(dtype)
+    value: Any = tensor.detach().to(dtype)
     if not isinstance(value, DTensor):
-        return value
+        plain: torch.Tensor = value
+        return plain
     kind = value.device_mesh.device_type
     if value.device.type != kind:  # offloaded: the mesh's process group does not see host memory
         value = value.to(kind)
-    return value.full_tensor()
+    whole: torch.Tensor = value.full_tensor()
+    return whole
 
 
 @dataclass
