@@ -57,7 +57,7 @@ def test_show_names_the_layer_and_the_place(torchturbo: Run, monkeypatch: pytest
     done = torchturbo("config", "show", "--tt_config", "turbo.yaml", "--tt_mixed_precision=bf16")
     rows = table(done.out)
     assert ["4", "file", "turbo.yaml:1:6", ""] == rows["gbs"]
-    assert ["2", "environment", "TORCH_TURBO_EP_SIZE", "inactive"] == rows["parallel_plan.ep_size"]
+    assert ["2", "environment", "TORCH_TURBO_EP_SIZE", ""] == rows["parallel_plan.ep_size"]
     assert ["bf16", "command line", "--tt_mixed_precision", ""] == rows["mixed_precision"]
     assert ["true", "file", "turbo.yaml:2:17", "inactive, idle"] == rows["mtp.log_loss"]
     assert "idle: set, but another key keeps it from being read" in done.out

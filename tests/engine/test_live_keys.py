@@ -280,8 +280,8 @@ CASES: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
 }
 
 
-ONE_VALUE = {"backend": "fsdp2"}
-"""Keys of which no second value exists; what they do is tested where it is done (tests/engine/test_pipeline.py)."""
+ONE_VALUE = {"backend": "fsdp2", "moe.token_dispatcher": "alltoall"}
+"""Keys of which no second value exists; what they do is tested where it is done (test_pipeline.py, test_dispatch.py)."""
 
 
 def test_every_live_key_is_looked_at() -> None:
