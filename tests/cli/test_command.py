@@ -242,7 +242,7 @@ def test_a_developer_sees_where_bad_input_was_refused(torchturbo: Run, monkeypat
     [
         (
             "trian",
-            "error: COMMAND: expected one of train, llamafactory, quickstart, config, doctor, completion, got 'trian'; did you mean train?",
+            "error: COMMAND: expected one of train, plan, llamafactory, quickstart, config, doctor, completion, got 'trian'; did you mean train?",
         ),
         (
             "config shwo",

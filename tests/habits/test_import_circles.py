@@ -64,7 +64,7 @@ def test_circles_are_found() -> None:
     assert [["a", "b"], ["c", "d", "e"]] == circles(graph)
 
 
-COMMANDS = ("cli", "train", "quickstart")
+COMMANDS = ("cli", "train", "quickstart", "plan")
 
 
 def test_nothing_reaches_up_into_the_commands() -> None:

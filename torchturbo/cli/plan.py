@@ -27,12 +27,11 @@ def add_options(parser: Parser) -> list[argparse.Action]:
 def run(words: Sequence[str]) -> int:
     """Print the plan; return 0, or 2 where the launch would stop at an error."""
     from torchturbo.cli.train import asks_for_help
-    from torchturbo.generated.keys import FLAG_PREFIX, KEYS
+    from torchturbo.generated.keys import FLAG_PREFIX
 
     if asks_for_help(list(words)):
-        from torchturbo.cli.parser import build_parser
-
-        build_parser(KEYS.values(), f"{FLAG_PREFIX}help").parse_args(["plan", "--help"])
+        _parser().print_help()
+        return 0
     if f"{FLAG_PREFIX}help" in words:
         from torchturbo.engine.args import help_text
 
@@ -57,10 +56,25 @@ def run(words: Sequence[str]) -> int:
     return BAD_INPUT if plan.errors else 0
 
 
+def _parser() -> Parser:
+    from torchturbo.generated.keys import FLAG_PREFIX
+
+    parser = Parser(
+        prog="torchturbo plan",
+        usage="torchturbo plan --world_size N [--model MODEL] [OPTION ...]",
+        description="What `torchturbo train` with the same options would do and need on N ranks, and every error it would "
+        "meet. Nothing is launched, and no weight is read.",
+        epilog=f"Every option of `torchturbo train` may follow; its own: torchturbo train --help, the engine's: "
+        f"torchturbo plan {FLAG_PREFIX}help. Exit status 2 where the launch would stop at an error.",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    return parser
+
+
 def _take_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Take the plan's own options off a command line; all that is wrong with them is told at once."""
-    parser = argparse.ArgumentParser(prog="torchturbo plan", allow_abbrev=False, add_help=False)
-    own: dict[str, argparse.Action] = {action.option_strings[0]: action for action in add_options(parser)}  # type: ignore[arg-type]
+    own = {action.option_strings[0]: action for action in add_options(Parser())}
     values: dict[str, str] = {}
     rest: list[str] = []
     problems: list[Problem] = []

@@ -6,22 +6,16 @@ import os
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 from torchturbo.adapters import base
 from torchturbo.config.commandline import CommandLine, read_command_line
-from torchturbo.config.merge import Merged, merge
+from torchturbo.config.merge import merge
 from torchturbo.config.sources import read_layers
-from torchturbo.engine.config import config_of
 from torchturbo.errors import Problem
-from torchturbo.parallel.batch import BatchPlan
-from torchturbo.parallel.mesh import MeshPlan, mesh_problems
-from torchturbo.plan.mesh import axes
+from torchturbo.plan.layout import configuration, lay_out
 from torchturbo.plan.report import Plan
-
-if TYPE_CHECKING:
-    from torchturbo.engine.config import EngineConfig
 
 MICRO_BATCH, ACCUMULATION = 8, 1
 """Transformers' own defaults, for a plan without a word about the training."""
@@ -72,23 +66,6 @@ def _examine_configuration(line: CommandLine, plan: Plan) -> None:
     config = configuration(merged, plan)
     if config is not None:
         lay_out(config, MICRO_BATCH, ACCUMULATION, plan)
-
-
-def configuration(merged: Merged, plan: Plan) -> EngineConfig | None:
-    """Return the configuration of merged layers where they make one; what is wrong with them goes into the plan."""
-    plan.errors += base.config_problems(merged)
-    return None if merged.problems else config_of(merged)
-
-
-def lay_out(config: EngineConfig, micro_batch: int, accumulation: int, plan: Plan) -> None:
-    """Put the mesh and the batch into a plan, as far as the numbers allow."""
-    if not mesh_problems(config, plan.world_size):
-        plan.axes = axes(MeshPlan.of(config, plan.world_size), plan.ranks_per_node)
-    batch = base.plan_batch(config, micro_batch, accumulation, plan.world_size)
-    if isinstance(batch, BatchPlan):
-        plan.batch = batch
-    else:
-        plan.errors += batch
 
 
 def _leave_launch(environ: MutableMapping[str, str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torchturbo.engine.backends.fsdp2.offload import choose
 from torchturbo.engine.backends.fsdp2.prefetch import prefetch_lists
 from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.engine.steps import freeze, precision
@@ -11,7 +13,7 @@ from torchturbo.engine.steps.prefetch import AUTO, chosen
 from torchturbo.plan import advice
 from torchturbo.plan.activations import estimate
 from torchturbo.plan.facts import Facts, facts_of
-from torchturbo.plan.memory import Range, gradient_bytes, optimizer_bytes, parameter_bytes
+from torchturbo.plan.memory import Range, Rule, Weight, gradient_bytes, optimizer_bytes, parameter_bytes
 from torchturbo.plan.optimizer import Optimizer, optimizer_of
 from torchturbo.plan.report import Memory, Model, Order, Plan
 from torchturbo.plan.traffic import Passing, passing
@@ -88,7 +90,7 @@ def _memory(
     micro_batch, length = plan.batch.micro_batch, data.cutoff_len
     ragged = micro_batch > 1 or data.packing
     parameters, gradients = parameter_bytes(weights), gradient_bytes(weights)
-    host = _on_host(config, parameters, gradients, state)
+    host = _on_host(config, weights, optimizer, context.world_size)
     activations = estimate(model, config, context, micro_batch, length)
     return Memory(
         parameters=parameters,
@@ -105,10 +107,19 @@ def _memory(
     )
 
 
-def _on_host(config: EngineConfig, parameters: int, gradients: int, state: Range | None) -> Range:
+def _on_host(config: EngineConfig, weights: Sequence[Weight], optimizer: Optimizer, world_size: int) -> Range:
     """Return the bytes of a rank's state that ``cpu_offload`` puts into host memory."""
-    offload = config.backend_config.cpu_offload
-    if not offload.enabled:
+    section, rules = config.backend_config.cpu_offload, optimizer.rules or (Rule(0, 0),) * len(weights)
+    if not section.enabled:
         return Range(0, 0)
-    state = state or Range(0, 0)
-    return Range(parameters + gradients, parameters + gradients) + state
+    pairs = {weight.name: (weight, rule) for weight, rule in zip(weights, rules, strict=True)}
+    held = 0
+    if section.mode == "all":
+        held, moved = parameter_bytes(weights) + gradient_bytes(weights), list(pairs.values())
+    else:
+        sizes = {
+            name: rule.copies * weight.padded * weight.itemsize if weight.trained else 0
+            for name, (weight, rule) in pairs.items()
+        }
+        moved = [pairs[name] for name in choose(sizes, section.optimizer_memory_fraction)]
+    return Range.of(lambda rank: held + sum(rule.bytes(weight, rank) for weight, rule in moved), world_size)

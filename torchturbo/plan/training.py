@@ -13,7 +13,7 @@ from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import ConfigError, Problem
-from torchturbo.plan.examine import configuration, lay_out
+from torchturbo.plan.layout import configuration, lay_out
 from torchturbo.plan.model import examine_model
 from torchturbo.plugins.contract import Run
 from torchturbo.plugins.load import load_plugins
