@@ -8,7 +8,7 @@ parallelism gives each rank the parameters of E / n experts and leaves the modul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -220,15 +220,3 @@ def local_experts(module: nn.Module) -> Iterator[None]:
     finally:
         attributes["_parameters"] = parameters
         attributes.update(numbers)
-
-
-def shard_dim(shape: Sequence[int], size: int, ep_size: int = 1) -> int | None:
-    """Return the dimension of an expert parameter ``[E, ...]`` that FSDP2 shards over ``size`` ranks.
-
-    Expert parallelism divides dimension 0 already, and FSDP2 takes no other dimension that ``size`` does not divide:
-    None where there is none. Without it whole experts are sharded (unevenly, too) where there are enough of them.
-    """
-    even = [dim for dim in range(1, len(shape)) if shape[dim] % size == 0]
-    if ep_size > 1:
-        return even[0] if even else None
-    return even[0] if shape[0] < size and even else 0

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchturbo.engine.backends.fsdp2.shard import expert_shard_dim
+from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.ops.replace import Handle, replace_forward
@@ -37,9 +39,12 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
         if others:
             message = f"{kind} has experts that are not stacked and called with ({', '.join(fused.ARGUMENTS)}): {', '.join(others)}"
         return [Problem(place, EP_SIZE, message, "set it to 1")]
+    units = {id(module) for layer in find_units(model).layers for _, module in layer.experts}
     problems: dict[str, str] = {}  # a problem of every layer is told once
     for name, module in found.items():
         reason = fused.refusal(name, module)
+        if reason is None and id(module) not in units:
+            reason = f"{name} is in no layer that every batch passes and that is sharded by itself"
         if reason is not None:
             problems[reason] = "set it to 1"
         else:
@@ -59,7 +64,7 @@ def _uneven(module: nn.Module, context: Context) -> dict[str, str]:
         return {message: f"use {' or '.join(map(str, nearest or [1]))}"}
     problems = {}
     for name, parameter in module.named_parameters(recurse=False):
-        if fused.shard_dim(parameter.shape, plan.ep_fsdp_size, plan.ep_size) is None:
+        if expert_shard_dim(tuple(parameter.shape), plan.ep_fsdp_size, plan.ep_size) == 0:
             message = (
                 f"ep_fsdp_size = world_size / ep_size = {plan.world_size} / {plan.ep_size} = {plan.ep_fsdp_size} ranks"
                 f" shard each expert of {type(module).__name__}, but divide none of the sizes of {name}"
@@ -70,18 +75,18 @@ def _uneven(module: nn.Module, context: Context) -> dict[str, str]:
 
 
 def _other_sizes(module: nn.Module, context: Context) -> str:
-    plan, experts = context.plan, fused.number_of_experts(module)
+    """Return which sizes do divide, the nearest."""
+    world_size, experts = context.plan.world_size, fused.number_of_experts(module)
+    shapes = [tuple(value.shape) for value in module.parameters()]
     fits = [
         size
-        for size in range(1, plan.world_size + 1)
-        if plan.world_size % size == 0
+        for size in range(1, world_size + 1)
+        if world_size % size == 0
         and experts % size == 0
-        and all(
-            fused.shard_dim(value.shape, plan.world_size // size, size) is not None for value in module.parameters()
-        )
+        and (size == 1 or all(expert_shard_dim(shape, world_size // size, size) for shape in shapes))
     ]
-    nearest = sorted(fits, key=lambda size: (abs(size - plan.ep_size), size))[:2]
-    return f"use {' or '.join(map(str, sorted(nearest)))}" if nearest else "use another number of ranks"
+    nearest = sorted(fits, key=lambda size: (abs(size - context.plan.ep_size), size))[:2]
+    return f"use {' or '.join(map(str, sorted(nearest)))}"
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchturbo.engine.model import base_model, input_embeddings
 from torchturbo.engine.parts import parts_of
+from torchturbo.parallel.experts import find_experts
 
 
 class LayerUnit(NamedTuple):
@@ -97,10 +98,9 @@ def _always_reached(model: nn.Module) -> Callable[[str], bool]:
 
 def _experts(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a layer that hold the weights of several experts, stacked: ``[E, ., .]``."""
-    for name, module in layer.named_modules(prefix=prefix):
-        stacked = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if module is not layer and any(parameter.ndim == 3 for parameter in stacked) and len(stacked) > 1:
-            yield name, module
+    for name, module in find_experts(layer).items():
+        if module is not layer:
+            yield f"{prefix}.{name}", module
 
 
 def _own_embeddings(model: nn.Module) -> nn.Module | None:
