@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_passed_over(saved: Any, engine: Any, logged: li
     """LLaMA-Factory picks by the number alone."""
     path, whole = saved(save_steps=1)
     broken = whole.output / "checkpoint-3"
-    (broken / "optimizer.pt").write_bytes(b"cut off")
+    (broken / "native" / ".metadata").write_bytes(b"cut off")
 
     assert whole.steps == engine(path).steps
     assert any(f"{broken} is passed over" in line for line in logged)
@@ -95,7 +95,7 @@ def test_no_whole_checkpoint_is_an_error_with_its_way_out(
 ) -> None:
     """It is not a run from the start in the old folder."""
     path, whole = saved()
-    (whole.output / "checkpoint-2" / "optimizer.pt").unlink()
+    (whole.output / "checkpoint-2" / "native" / ".metadata").unlink()
     error_lines()
 
     with pytest.raises(ConfigError):
