@@ -121,6 +121,63 @@ def test_cuda_says_what_determinism_needs() -> None:
     assert CudaRuntime().deterministic_environment() == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
+def test_the_cpu_is_its_own_host() -> None:
+    """A copy would only double what is held."""
+    tensor = torch.ones(3)
+
+    assert CpuRuntime().to_host(tensor) is CpuRuntime().to_device(tensor) is tensor
+
+
+@pytest.mark.parametrize("runtime", [CudaRuntime(), NpuRuntime()], ids=lambda runtime: runtime.device_type)
+def test_moves_are_asked_for_and_not_waited_for(
+    runtime: Any, torch_npu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From and to page-locked memory, or the copy would wait; what is there already is written over."""
+    asked: list[Any] = []
+
+    class Moved(torch.Tensor):
+        def copy_(self, source: Any, non_blocking: bool = False) -> Any:
+            asked.append(("copy", non_blocking))
+            return super().copy_(source)
+
+        def to(self, device: Any, non_blocking: bool = False) -> Any:
+            asked.append((str(device), non_blocking))
+            return self
+
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **kwargs: asked.append(kwargs) or empty_like(tensor))
+    monkeypatch.setattr(torch, "device", lambda kind, index: f"{kind}:{index}")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    torch.npu.current_device = lambda: 3  # type: ignore[attr-defined]
+    tensor = torch.ones(3).as_subclass(Moved)
+
+    host = runtime.to_host(tensor)
+    assert runtime.to_host(tensor * 2, host) is host
+    assert [2.0] * 3 == host.tolist()
+    runtime.to_device(host)
+    assert [
+        {"device": "cpu", "pin_memory": True}, ("copy", True), ("copy", True), (f"{runtime.device_type}:3", True),
+    ] == asked  # fmt: skip
+
+
+@gpu
+@needs_gpu
+def test_moves_of_a_real_cuda_device() -> None:
+    """The values arrive, both ways, once somebody has waited; host memory is page-locked."""
+    runtime = CudaRuntime()
+    tensor = torch.randn(1000, 100, device="cuda")
+    host = runtime.to_host(tensor)
+    back = runtime.to_device(host)
+    tensor.mul_(2)
+    runtime.to_host(tensor, host)
+    runtime.synchronize()
+
+    assert host.is_pinned()
+    assert (host.device.type, back.device.type) == ("cpu", "cuda")
+    assert torch.equal(host, tensor.cpu())
+    assert torch.equal(2 * back, tensor)
+
+
 def test_cuda_asks_torch_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each figure from the function that has it."""
     calls: list[tuple[str, Any]] = []
