@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Profiler(AbstractContextManager["Profiler"], Protocol):
@@ -65,6 +68,21 @@ class Runtime(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
+        ...
+
+    def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return a tensor's values in host memory, in ``out`` where that is given: an earlier result of this method.
+
+        The copy may still be under way; :meth:`synchronize` waits for it. Where the host's memory is the device's own,
+        nothing is copied, and the result is the tensor itself.
+        """
+        ...
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return the values of what :meth:`to_host` returned on the device, for work that is given to it after this.
+
+        The copy may still be under way: until then nothing but work of the device may write to the tensor.
+        """
         ...
 
     def peak_memory(self) -> int | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from torchturbo.runtime.base import Profiler
 
 STATUS = Path("/proc/self/status")
@@ -66,6 +68,14 @@ class CpuRuntime:
 
     def synchronize(self) -> None:
         """Return at once: torch computes on the CPU while the caller waits."""
+
+    def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the tensor: it is there."""
+        return tensor
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return the tensor: it is there."""
+        return tensor
 
     def peak_memory(self) -> int | None:
         """Return the peak resident set of this process in bytes; ``getrusage`` is for systems without ``/proc``.

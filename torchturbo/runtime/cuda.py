@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from torchturbo.runtime.base import Profiler
 
 
@@ -63,6 +65,20 @@ class CudaRuntime:
         import torch
 
         torch.cuda.synchronize()
+
+    def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Copy a tensor into page-locked host memory, in the order of the current stream."""
+        import torch
+
+        if out is None:
+            out = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return out.copy_(tensor, non_blocking=True)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of page-locked host memory to the current device, in the order of the current stream."""
+        import torch
+
+        return tensor.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
 
     def peak_memory(self) -> int | None:
         """Return the most bytes torch's allocator has reserved on the current device."""

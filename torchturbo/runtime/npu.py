@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from torchturbo.runtime.base import Profiler
 
 
@@ -69,6 +71,20 @@ class NpuRuntime:
     def synchronize(self) -> None:
         """Wait for every stream of the current device."""
         _npu().synchronize()
+
+    def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Copy a tensor into page-locked host memory, in the order of the current stream."""
+        import torch
+
+        if out is None:
+            out = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return out.copy_(tensor, non_blocking=True)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of page-locked host memory to the current device, in the order of the current stream."""
+        import torch
+
+        return tensor.to(torch.device("npu", _npu().current_device()), non_blocking=True)
 
     def peak_memory(self) -> int | None:
         """Return the most bytes the allocator has reserved on the current device."""
