@@ -179,7 +179,7 @@ def _conversions(model: Any) -> list[Any]:
 def _conversions_kept(model: Any) -> Iterator[None]:
     """Let a model know its conversions for this block: Transformers would look for them again for every tensor."""
     known = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = _conversions(model) or None
+    model._weight_conversions = _conversions(model)
     try:
         yield
     finally:
