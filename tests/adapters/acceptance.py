@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,7 @@ def rows() -> list[dict[str, list[int]]]:
     return made
 
 
-def trainer(
-    folder: str, words: list[str], trainer_class: Any = None, kind: str = "qwen3_moe", **changes: Any
-) -> Any:
+def trainer(folder: str, words: list[str], trainer_class: Any = None, kind: str = "qwen3_moe", **changes: Any) -> Any:
     """Return a trainer of the run; without words it is Hugging Face's own."""
     from transformers import Trainer, TrainingArguments
 
@@ -52,11 +51,17 @@ def history(made: Any) -> dict[int, tuple[float, float]]:
     return {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in made.state.log_history if "loss" in entry}
 
 
-def run(rank: int, folder: str, words: list[str], kind: str = "qwen3_moe", **changes: Any) -> Any:
+def run(
+    rank: int,
+    folder: str,
+    words: list[str],
+    kind: str = "qwen3_moe",
+    resume: Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Any:
     """Train on this rank and return the history."""
-    resume = changes.pop("resume", None)
-    made = trainer(folder, words, kind=kind, **changes)
-    made.train(resume_from_checkpoint=resume)
+    made = trainer(folder, words, kind=kind, **(changes or {}))
+    made.train(resume_from_checkpoint=None if resume is None else str(resume))
     return history(made)
 
 

@@ -49,3 +49,25 @@ def test_a_layout_trains_as_one_process(layout: str, expected: History, tmp_path
 
     for found in run_ranks(world_size, acceptance.run, str(tmp_path), line):
         assert_same(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("2 ranks, ep 2", "4 ranks, sp 2, ep 2"),
+        ("2 ranks, ep 2", "1 rank"),
+        ("1 rank", "2 ranks, sp 2, ep 2"),
+    ],
+)
+def test_a_resume_onto_another_layout_goes_on_as_it_was(
+    before: str, after: str, expected: History, tmp_path: Path
+) -> None:
+    """The second half on another layout: nobody has to allow it, and the steps see the same rows."""
+    first, second = words(before), words(after)
+    save = {"save_strategy": "steps", "save_steps": 2}
+    run_ranks(first[0], acceptance.run, str(tmp_path), first[1], "qwen3_moe", None, save)
+
+    for found in run_ranks(
+        second[0], acceptance.run, str(tmp_path / "rest"), second[1], "qwen3_moe", tmp_path / "checkpoint-2"
+    ):
+        assert_same({step: expected[step] for step in (3, 4)}, {step: found[step] for step in (3, 4)})
