@@ -11,7 +11,8 @@ import torch
 from muon_models import gradients, optimizer, weights
 from torch import Tensor, nn
 
-from torchturbo.optim.muon import MuonAdamW, one_ahead, orthogonalised
+from torchturbo.optim.exchange import one_ahead
+from torchturbo.optim.muon import MuonAdamW, orthogonalised
 from torchturbo.optim.newton_schulz import newton_schulz
 from torchturbo.optim.reference import orthogonalise
 
@@ -20,7 +21,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (20, 20), (2, 3)])
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (20, 20), (2, 3)], ids=str)
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     """And the singular vectors stay."""
     u, _, v = torch.linalg.svd(random(*shape), full_matrices=False)
@@ -180,7 +181,7 @@ def test_copies_and_files_go_on_as_the_optimizer_would() -> None:
 
 
 def test_each_item_is_made_before_the_one_ahead_of_it_is_used() -> None:
-    """So that its gather runs meanwhile; no more than two are alive."""
+    """So that its exchange runs meanwhile; no more than two are alive."""
     made: list[int] = []
 
     def make(count: int) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import muon_models
 import pytest
@@ -11,39 +12,57 @@ from muon_models import Case, give, gradients, optimizer, sharded, weights, whol
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from torchturbo.optim import muon
+from torchturbo.optim.groups import matrices
 from torchturbo.optim.muon import MuonAdamW, orthogonalised
+from torchturbo.optim.newton_schulz import newton_schulz
 
 LAYOUTS = [
     (Case("qwen3"), 14),  # two layers of seven
-    (Case("qwen3_moe", expert_placements=(Shard(1), Shard(0))), 12),  # four and two stacks of experts
+    (Case("qwen3_moe", expert_placements=(Shard(1), Shard(0))), 16),  # eight, and half of each of four stacks
+    (Case("qwen3_moe", expert_placements=(Shard(2), Shard(0))), 16),
     (Case("qwen3_moe", expert_placements=(Shard(0), Shard(0))), 8),  # each expert lies whole on its rank
 ]
-"""Layouts, and how many matrices are in pieces."""
+"""Layouts, and how many pieces there are to work on whole."""
 
 
-def count(rank: int) -> list[dict[str, int]]:
-    """Return the collectives of one step in each layout, by name."""
+def count(rank: int) -> list[tuple[dict[str, int], int]]:
+    """Return for each layout the collectives of one step by name, and the matrices that this rank worked on."""
     found = []
+    worked: list[int] = []
     for case, _ in LAYOUTS:
         plain = muon_models.model(case.kind)
         model = sharded(plain, case, 2)
         give(model, gradients(plain, 0))
         stepper = optimizer(model)
-        with CommDebugMode() as seen:
+        with CommDebugMode() as seen, patch.object(muon, "newton_schulz", counting(worked)):
             stepper.step()
-        found.append({str(name): times for name, times in seen.get_comm_counts().items()})
+        found.append(({str(name): times for name, times in seen.get_comm_counts().items()}, sum(worked)))
+        worked.clear()
     return found
 
 
-def test_one_gather_a_matrix_and_nothing_else() -> None:
-    """torch.optim.Muon takes about fifteen collectives a matrix; experts that lie whole on their rank take none."""
-    for found in run_ranks(2, count):
-        for counts, (_, gathers) in zip(found, LAYOUTS, strict=True):
-            assert all("all_gather" in name for name in counts), counts
-            assert gathers == sum(counts.values())
+def counting(worked: list[int]) -> Any:
+    def counted(matrices: Tensor, *args: Any) -> Tensor:
+        worked.append(matrices[..., 0, 0].numel())
+        return newton_schulz(matrices, *args)
+
+    return counted
+
+
+def test_each_matrix_is_gathered_once_and_worked_on_once() -> None:
+    """Two exchanges for as many pieces as ranks; torch.optim.Muon takes about fifteen collectives for each matrix."""
+    results = run_ranks(2, count)
+    for found in results:
+        for (counts, _), (_, pieces) in zip(found, LAYOUTS, strict=True):
+            assert all("alltoall" in name for name in counts), counts
+            assert pieces == sum(counts.values())
+    for at, (case, _) in enumerate(LAYOUTS):
+        whole_model = sum(matrix.maps for matrix in matrices(muon_models.model(case.kind)))
+        assert [whole_model // 2] * 2 == [found[at][1] for found in results]
 
 
 ODD: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
@@ -51,8 +70,9 @@ ODD: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ((2, 9), (Shard(0),)),  # two ranks hold nothing
     ((5, 3), (Shard(1),)),
     ((3, 6, 4), (Shard(0),)),  # three experts on four ranks
-    ((2, 5, 3), (Shard(1),)),
-    ((2, 3, 5), (Shard(2),)),
+    ((2, 5, 3), (Shard(1),)),  # fewer experts than ranks
+    ((6, 2, 5), (Shard(1),)),  # more; two ranks hold nothing
+    ((5, 3, 5), (Shard(2),)),
 ]
 
 
@@ -153,7 +173,7 @@ def through(rank: int) -> tuple[list[str], float]:
     return sent, float((whole(apart) - plain.detach()).abs().max())
 
 
-def test_offloaded_parameters_are_gathered_and_orthogonalised_on_the_accelerator() -> None:
+def test_offloaded_parameters_are_worked_on_by_the_accelerator() -> None:
     """Their shards come from the CPU and go back there; the mesh says where the work is done."""
     for sent, error in run_ranks(2, through):
         assert {"cuda"} == set(sent)
@@ -169,3 +189,21 @@ def test_bf16_newton_schulz_on_a_gpu_is_near_fp32() -> None:
     near, exact = (orthogonalised(gradient.to(dtype)).float() for dtype in (torch.bfloat16, torch.float32))
 
     assert float((near - exact).norm() / exact.norm()) < 0.05
+
+
+def several_axes(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)], src_data_rank=None))
+    with pytest.raises(ValueError) as caught:
+        MuonAdamW([{"params": [weight], "use_muon": True}])
+    replicated = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(1)], src_data_rank=None))
+    replicated.grad = distribute_tensor(torch.eye(4), mesh, [Replicate(), Shard(1)], src_data_rank=None)
+    MuonAdamW([{"params": [replicated], "use_muon": True}], lr=1.0).step()
+    torch.testing.assert_close(whole(replicated), torch.ones(4, 4) - orthogonalised(torch.eye(4)))
+    return str(caught.value)
+
+
+def test_matrices_may_be_cut_along_one_axis_and_repeated_along_another() -> None:
+    """As hybrid sharding does; what is cut along two is refused when the optimizer is made."""
+    for message in run_ranks(4, several_axes):
+        assert "expected matrices cut along one mesh axis, got [4, 4] (Shard(dim=0), Shard(dim=1))" == message

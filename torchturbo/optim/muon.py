@@ -13,29 +13,29 @@ the norm: the two forms are one rule. With the scale, AdamW's learning rate and 
 
 A fused parameter is several matrices (:mod:`torchturbo.optim.fused`), each with its own O and its own scale.
 Orthogonalising needs the whole matrix: doing it to each shard is another optimizer, whose updates depend on the number
-of ranks. So the momentum stays on the shards, one all-gather a matrix brings the whole N to every rank, and each takes
-its part of O back without a word. Experts are matrices of their own and are gathered by none but their own dimensions.
+of ranks. So the momentum stays on the shards, and N is gathered once, on one rank for each matrix
+(:mod:`torchturbo.optim.exchange`). Experts are matrices of their own; those that lie whole on their rank do not travel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
+from torchturbo.optim.exchange import Piece, cut_axis, one_ahead, rounds, shard_sizes
 from torchturbo.optim.fused import Fused
 from torchturbo.optim.newton_schulz import newton_schulz
 
 MOMENTUM = 0.95
 RMS = 0.2
 """Root mean square of an update at learning rate 1, as AdamW's usually is (arXiv 2502.16982, section 2.2)."""
-T = TypeVar("T")
 
 
 class MuonAdamW(AdamW):
@@ -55,13 +55,13 @@ class MuonAdamW(AdamW):
     layouts
         How parameters are fused, for those that are.
     ns_dtype
-        Number format of Newton-Schulz, and of the all-gather before it. bf16 changes an update by about 2 %, as
+        Number format of Newton-Schulz, and of what is exchanged for it. bf16 changes an update by about 2 %, as
         everywhere else (``torch.optim.Muon`` always uses it); fp32 gives the same weights on any number of ranks.
 
     Raises
     ------
     ValueError
-        If a parameter with ``use_muon`` has less than two dimensions.
+        If a parameter with ``use_muon`` is no matrix or stack of matrices, or is cut along several mesh axes.
 
     """
 
@@ -88,9 +88,11 @@ class MuonAdamW(AdamW):
         param_group.setdefault("use_muon", False)
         param_group.setdefault("momentum", self._momentum)
         super().add_param_group(param_group)
-        for parameter in param_group["params"]:
-            if param_group["use_muon"] and parameter.ndim < 2:
+        for parameter in param_group["params"] if param_group["use_muon"] else ():
+            if parameter.ndim not in (2, 3):
                 raise ValueError(f"Muon updates matrices, expected [M, K] or [E, M, K], got {list(parameter.shape)}")
+            if isinstance(parameter, DTensor):
+                cut_axis(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_momentum": self._momentum, "_layouts": self._layouts, "ns_dtype": self.ns_dtype}
@@ -134,14 +136,25 @@ class MuonAdamW(AdamW):
     def _step_muon(self, group: dict[str, Any]) -> None:
         lr, decay = float(group["lr"]), group["weight_decay"]
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        gathered = ((parameter, self._gathered(parameter, group["momentum"])) for parameter in trained)
-        for parameter, whole in one_ahead(gathered):
-            weight, layout = local(parameter), self._layouts.get(parameter)
-            update = self._shard(orthogonalised(local(whole), layout), whole, parameter)
-            weight.mul_(1 - lr * decay).add_(update.to(weight), alpha=-lr)
+        # Matrices of one size share a round: none waits for a larger one.
+        trained.sort(key=lambda parameter: parameter.shape[-2] * parameter.shape[-1], reverse=True)
+        cut: dict[tuple[Any, int], list[DTensor]] = {}
+        for parameter in trained:
+            axis = cut_axis(parameter) if isinstance(parameter, DTensor) else None
+            if axis is None:
+                update = orthogonalised(self._ahead(parameter, group["momentum"]), self._layouts.get(parameter))
+                _apply(local(parameter), update, lr, decay)
+            else:
+                cut.setdefault((parameter.device_mesh, axis), []).append(parameter)
+        for (mesh, axis), parameters in cut.items():
+            pieces = (piece for one in parameters for piece in self._pieces(one, axis, group["momentum"]))
+            coming = one_ahead(rounds(pieces, mesh.get_group(axis)))
+            for returned in one_ahead(each.work(orthogonalised) for each in coming):
+                for piece, update in returned.updates():
+                    _apply(piece.weight, update, lr, decay)
 
-    def _gathered(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Advance a parameter's momentum on its shard, and begin to gather the matrices to orthogonalise."""
+    def _ahead(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Advance the momentum of this rank's part of a parameter, and return what is to be orthogonalised of it."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -149,29 +162,24 @@ class MuonAdamW(AdamW):
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient.to(buffer), 1 - momentum)
         ahead = gradient.to(buffer).lerp(buffer, momentum).to(self.ns_dtype)
-        if not isinstance(parameter, DTensor):
-            return ahead
-        placements = [_kept(placement, parameter.ndim) for placement in parameter.placements]
-        shards = _sharded(ahead, parameter.device_mesh, parameter.placements, parameter)
-        return shards.redistribute(placements=placements, async_op=True)
+        # Of an offloaded parameter the links and the arithmetic are the accelerator's.
+        return ahead.to(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else ahead
 
-    def _shard(self, update: Tensor, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's part of whole matrices, cut out of what it has."""
-        if not isinstance(parameter, DTensor):
-            return update
-        assert isinstance(whole, DTensor)
-        found = _sharded(update, whole.device_mesh, whole.placements, parameter)
-        return local(found.redistribute(placements=parameter.placements))
-
-
-def _kept(placement: Placement, ndim: int) -> Placement:
-    """Return how one mesh axis places a tensor while it is orthogonalised: a stack of experts may stay apart."""
-    return placement if ndim > 2 and getattr(placement, "dim", -1) in range(ndim - 2) else Replicate()
+    def _pieces(self, parameter: DTensor, axis: int, momentum: float) -> Iterator[Piece]:
+        """Yield what of a parameter goes to one rank each: a matrix, or an equal share of the experts that lie here."""
+        mesh, dim = parameter.device_mesh, parameter.placements[axis].dim - parameter.ndim  # type: ignore[attr-defined]
+        sizes = shard_sizes(parameter.shape[dim], mesh.size(axis))
+        layout, shard, weight = self._layouts.get(parameter), self._ahead(parameter, momentum), local(parameter)
+        parts = min(mesh.size(axis), shard.shape[0]) if parameter.ndim > 2 else 1
+        if parameter.ndim == 2:
+            yield Piece(shard, weight, layout, dim, sizes)
+        elif parts:
+            for some, target in zip(shard.tensor_split(parts), weight.tensor_split(parts), strict=True):
+                yield Piece(some, target, layout, dim, sizes)
 
 
-def _sharded(tensor: Tensor, mesh: Any, placements: Any, like: DTensor) -> DTensor:
-    """Return a local tensor as a DTensor; it goes to the mesh's device, where an offloaded one is worked on."""
-    return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+def _apply(weight: Tensor, update: Tensor, lr: float, decay: float) -> None:
+    weight.mul_(1 - lr * decay).add_(update.to(weight), alpha=-lr)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -187,12 +195,3 @@ def orthogonalised(matrices: Tensor, layout: Fused | None = None) -> Tensor:
     for part, target in zip(layout.split(matrices), layout.split(update), strict=True):
         target.copy_(layout.apart(orthogonalised(layout.joined(part))))
     return update
-
-
-def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield each item once the one after it has been made: its gather then runs during the work on this one."""
-    waiting: list[T] = []
-    for item in items:
-        yield from waiting
-        waiting = [item]
-    yield from waiting
