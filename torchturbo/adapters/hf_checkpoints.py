@@ -148,10 +148,14 @@ class CheckpointMixin:
     def _load_native_optimizer(self, folder: Path) -> None:
         optimizer, scheduler = _bare(self.optimizer), self.lr_scheduler
         native.load_optimizer(self.model, optimizer, folder / NATIVE, self._checkpoints.group)
-        scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True))
-        if len(scheduler.base_lrs) != len(optimizer.param_groups):  # groups are split by mesh
-            scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        saved = torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True)
+        groups = optimizer.param_groups
+        if len(saved.get("base_lrs", groups)) != len(groups):  # they are split by mesh, and have their rates by now
+            saved["base_lrs"] = [group["initial_lr"] for group in groups]
+            saved["_last_lr"] = [group["lr"] for group in groups]
+            if "lr_lambdas" in saved:
+                saved["lr_lambdas"] = [None] * len(groups)  # Transformers' keep nothing
+        scheduler.load_state_dict(saved)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._resuming = True
