@@ -25,7 +25,7 @@ def rows() -> list[dict[str, list[int]]]:
     return made
 
 
-def trainer(folder: str, words: list[str], trainer_class: Any = None, kind: str = "qwen3_moe", **changes: Any) -> Any:
+def trainer(folder: str, words: list[str], kind: str = "qwen3_moe", model: Any = None, **changes: Any) -> Any:
     """Return a trainer of the run; without words it is Hugging Face's own."""
     from transformers import Trainer, TrainingArguments
 
@@ -40,10 +40,11 @@ def trainer(folder: str, words: list[str], trainer_class: Any = None, kind: str 
         "lr_scheduler_type": "linear",
     }  # fmt: skip
     set_torchturbo_args(parse_torchturbo_args(words)[0])
-    made = tiny.model(kind, **(EXPERTS if kind == "qwen3_moe" else {}))
+    if model is None:
+        model = tiny.model(kind, **(EXPERTS if kind == "qwen3_moe" else {}))
     args = TrainingArguments(folder, **(settings | changes))
-    kind_of_trainer = trainer_class or (TurboTrainer if words else Trainer)
-    return kind_of_trainer(model=made, args=args, train_dataset=Examples(rows()), data_collator=Collator(0))
+    kind_of_trainer = TurboTrainer if words else Trainer
+    return kind_of_trainer(model=model, args=args, train_dataset=Examples(rows()), data_collator=Collator(0))
 
 
 def history(made: Any) -> dict[int, tuple[float, float]]:
