@@ -47,7 +47,7 @@ def column(rank: int) -> list[str]:
         box(
             x,
             ROWS["experts"],
-            [f"experts {4 * half} to {4 * half + 3}", f"stores half {'ab'[group]} of each"],
+            [f"experts {4 * half} to {4 * half + 3}", f"stores half {'ab'[group]}"],
             colour,
             46,
         ),
