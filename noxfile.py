@@ -78,6 +78,16 @@ def tests(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", *elsewhere, *arguments, env=env, external=True)
 
 
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Run the whole grids of which `tests` has a part: every layout, fifty kills during a save; about half an hour."""
+    python = with_torch(session, "test", "test-training", "codegen")
+    elsewhere = [f"--ignore={folder}" for folder in OWN_SESSION]
+    arguments = session.posargs or ["--numprocesses=2"]
+    env = QUIET | {"OMP_NUM_THREADS": "1"}
+    session.run(python, "-m", "pytest", "-m", "full", *elsewhere, *arguments, env=env, external=True)
+
+
 @nox.session(python=["3.12", "3.13"])
 def tests_without_torch(session: nox.Session) -> None:
     """Run the tests of schema, codegen, configuration and commands where torch isn't installed."""
@@ -129,9 +139,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench_device(session: nox.Session) -> None:
-    """Measure what runs on one device: `-- chunk_loss --check` runs one script, without arguments all of them."""
+    """Measure the engine: `-- chunk_loss --check` runs one script, without arguments all of them."""
     python = with_torch(session, "test", "test-training")
-    scripts = [session.posargs] if session.posargs else [["chunk_loss"], ["ops"], ["observe"]]
+    scripts = [session.posargs] if session.posargs else [["chunk_loss"], ["ops"], ["observe"], ["engine"]]
     for name, *arguments in scripts:
         session.run(python, f"benchmarks/{name}.py", *arguments, env=QUIET, external=True)
 
