@@ -15,8 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchturbo.checkpoint.names import model_tensors, parameter_names, reshard, some
-from torchturbo.checkpoint.optimizer_state import collect, empty_states, give, put, read_options, write_options
+from torchturbo.checkpoint.names import model_tensors, reshard, some
+from torchturbo.checkpoint.optimizer_state import (
+    collect,
+    empty_states,
+    give,
+    names_for,
+    put,
+    read_options,
+    write_options,
+)
 from torchturbo.checkpoint.safe_metadata import read_index
 from torchturbo.checkpoint.transfer import from_first, quiet, read_into, staged, write
 
@@ -107,7 +115,7 @@ def load_optimizer(
     """
     reshard(model)
     index, (options, values) = from_first(lambda: (read_index(folder), read_options(folder)), group)
-    names = parameter_names(model)
+    names = names_for(model, optimizer)
     parameters = {names[parameter]: parameter for each in optimizer.param_groups for parameter in each["params"]}
     for what, wrong in (
         ("does not know {} of the trained parameters", parameters.keys() - options.keys()),

@@ -31,10 +31,10 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     Raises
     ------
     ValueError
-        If there is something in its state that is neither a tensor nor a plain value.
+        If there is something in its state that is neither a tensor nor a plain value, or no parameter of the model.
 
     """
-    names = parameter_names(model)
+    names = names_for(model, optimizer)
     tensors: dict[str, Tensor] = {}
     values: Options = {}
     for parameter, state in optimizer.state.items():
@@ -54,6 +54,14 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
         for group in optimizer.param_groups
     ]
     return tensors, {"groups": groups, "values": values}
+
+
+def names_for(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """Return the names of an optimizer's parameters in the model; raises ValueError for parameters of something else."""
+    names = parameter_names(model)
+    if others := sum(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(f"the optimizer has {others} parameters that are not the model's, and have no name")
+    return names
 
 
 def write_options(options: Mapping[str, Any], folder: Path) -> None:
