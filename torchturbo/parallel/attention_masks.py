@@ -43,7 +43,7 @@ class FullMasks:
     def __init__(
         self, config: Any, given: Any, positions: Tensor, length: int, padded: int, finds_documents: bool = True
     ) -> None:
-        self.config = config
+        self.config, self.length = config, length
         self.positions = positions if finds_documents else None
         self.given = _padded_mask(given, length, padded)
         # A causal model never sees padding at the end; one that attends to both sides would.
@@ -81,7 +81,12 @@ class FullMasks:
             make = masking_utils.create_sliding_window_causal_mask
         like = query.new_empty((), dtype=dtype).expand(query.shape[0], query.shape[2], 1)  # stands for the embeddings
         cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # an older name
-        return make(View(self.config, said), like, self.given, **{cache: None}, position_ids=self.positions)
+        mask = make(View(self.config, said), like, self.given, **{cache: None}, position_ids=self.positions)
+        if isinstance(mask, Tensor) and mask.is_floating_point() and query.shape[2] > self.length:
+            # A row of padding on the left sees nothing, and then all keys alike: those of this padding are none of them.
+            mask = mask.clone()
+            mask[..., : self.length, self.length :] = -torch.inf
+        return mask
 
 
 def _padded_mask(given: Any, length: int, padded: int) -> Tensor | None:

@@ -166,7 +166,8 @@ def uses_dropout(model: nn.Module, config: Any) -> bool:
     layers = any(
         getattr(module, "p", 0) for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)
     )
-    return layers or any("drop" in name and isinstance(value, float) and value for name, value in vars(config).items())
+    named = (value for name, value in vars(config).items() if "drop" in name or "jitter" in name)
+    return layers or any(isinstance(value, float) and value for value in named)
 
 
 class Before:

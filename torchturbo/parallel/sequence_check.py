@@ -22,7 +22,7 @@ Obstacle = tuple[str, str]
 """What keeps a model from it, and what to do about it."""
 
 ALONE = "use sp_size 1"
-MIXERS = ("deltanet", "mamba", "ssm", "rwkv", "recurrent", "shortconv", "lightning", "linearattention", "retention")
+MIXERS = ("deltanet", "mamba", "rwkv", "recurrent", "shortconv", "lightning", "linearattention", "retention")
 """Parts of the names of classes in which tokens meet outside of attention."""
 CHOOSERS = ("indexer", "compressor")
 """Parts of the names of classes that choose, from all tokens, which ones an attention sees."""
@@ -67,7 +67,9 @@ def _layers(base: Any, config: Any) -> Iterator[Obstacle]:
     yield from _deaf(base, attending)
     for kind in kinds:
         known = kind.__name__.lower().replace("_", "")
-        if issubclass(kind, nn.Conv1d | nn.Conv2d) or any(word in known for word in MIXERS):
+        if issubclass(kind, nn.Embedding) and "attention_mask" in inspect.signature(kind.forward).parameters:
+            yield f"{kind.__name__} counts positions by the mask of padding, of a part of the sequence only", ALONE
+        elif issubclass(kind, nn.Conv1d | nn.Conv2d) or any(word in known for word in MIXERS):
             yield f"{kind.__name__}: its state would begin anew in each part of a sequence", ALONE
         elif any(word in known for word in CHOOSERS):
             yield f"{kind.__name__} chooses among the tokens of a part of the sequence only", ALONE
@@ -86,8 +88,12 @@ def _layers(base: Any, config: Any) -> Iterator[Obstacle]:
 def _deaf(base: Any, attending: set[type]) -> Iterator[Obstacle]:
     """Yield the kinds of modules around an attention that do not hand on the keyword by which it knows the whole."""
     for kind in dict.fromkeys(type(module) for module in base.modules()):
-        if kind in attending and "position_bias" in innermost(kind.forward).__code__.co_varnames:
+        if kind not in attending:
+            continue
+        if "position_bias" in innermost(kind.forward).__code__.co_varnames:
             yield f"{kind.__name__} adds a bias for each position, of a part of the sequence only", ALONE
+        if any("mask" in name for name in vars(kind)):
+            yield f"{kind.__name__} makes a mask of its own, of a part of the sequence only", ALONE
     around = dict.fromkeys(
         type(module) for module in base.modules() if any(type(inner) in attending for inner in module.modules())
     )
