@@ -56,6 +56,16 @@ def experts_of_a_rank(rank: int, configuration: Any) -> set[int]:
     return seen
 
 
+def tokens_of_a_rank(rank: int, configuration: Any) -> set[int]:
+    """Return how many of a sequence's tokens a rank computes."""
+    model = tiny.model()
+    parity.prepared(model, configuration, 2, rank)
+    seen: set[int] = set()
+    model.model.layers[0].register_forward_hook(lambda _, args, __: seen.add(args[0].shape[1]))
+    model(**parity.batches(1)[0]).loss.backward()
+    return seen
+
+
 def prefetch_lists(rank: int, configuration: Any) -> list[int]:
     """Return how long the lists of the first, a middle and the last layer are, forward and backward."""
     model = tiny.model("qwen3_moe", num_hidden_layers=5)
@@ -79,6 +89,7 @@ RANKED: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
         False,
         on_two_ranks("backend_config.reshard_after_forward", gathered_after_forward),
     ),
+    "parallel_plan.sp_size": (1, 2, on_two_ranks("parallel_plan.sp_size", tokens_of_a_rank)),
     "parallel_plan.ep_size": (1, 2, on_two_ranks("parallel_plan.ep_size", experts_of_a_rank)),
     "backend_config.prefetch_strategy": ("expert_with_layer", "expert_lookahead", prefetch("prefetch_strategy")),
     "backend_config.prefetch_direction": (

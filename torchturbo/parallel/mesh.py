@@ -13,7 +13,7 @@ The arithmetic needs no torch: ``torchturbo plan`` does it for any number of ran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchturbo.errors import Problem
 
@@ -136,11 +136,18 @@ class Meshes:
         return self.experts["ep"]
 
     @classmethod
-    def build(cls, plan: MeshPlan, device_type: str) -> Meshes:
-        """Make the process groups of a plan. A collective: every rank calls it, with the same plan."""
+    def build(cls, plan: MeshPlan, device_type: str, backend: str | None = None) -> Meshes:
+        """Make the process groups of a plan. A collective: every rank calls it, with the same plan.
+
+        ``backend`` is that of the groups of parameters, such as ``cpu:gloo,cuda:nccl``; the default group's without.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
-        data = init_device_mesh(device_type, (plan.dp_size, plan.sp_size), mesh_dim_names=("dp", "sp"))
-        experts = init_device_mesh(device_type, (plan.ep_fsdp_size, plan.ep_size), mesh_dim_names=("ep_fsdp", "ep"))
-        every = init_device_mesh(device_type, (plan.world_size,), mesh_dim_names=("fsdp",))
+        def made(sizes: tuple[int, ...], names: tuple[str, ...], backend: str | None) -> DeviceMesh:
+            override: Any = dict.fromkeys(names, backend) if backend is not None else None
+            return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
+
+        data = made((plan.dp_size, plan.sp_size), ("dp", "sp"), None)
+        experts = made((plan.ep_fsdp_size, plan.ep_size), ("ep_fsdp", "ep"), backend)
+        every = made((plan.world_size,), ("fsdp",), backend)
         return cls(plan, every, data["dp"], data["sp"], experts)
