@@ -83,6 +83,26 @@ def prefetch(key: str, **others: Any) -> Callable[[Any, Path], Any]:
     return on_two_ranks(f"backend_config.{key}", prefetch_lists, backend_config=others)
 
 
+def offload_of(rank: int, configuration: Any) -> tuple[int, str]:
+    """Return how many parameters have their optimizer state in host memory, and where sharded parameters are kept."""
+    import torch
+    from offloading import Device
+
+    from torchturbo.engine.backends.fsdp2.offload import offloaded
+
+    model = tiny.model()
+    parity.prepared(model, configuration, 2, rank)
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()), configuration, Device())
+    policy = model.model.layers[0]._get_fsdp_state()._fsdp_param_groups[0].offload_policy
+    return len(getattr(optimizer, "_sizes", ())), type(policy).__name__
+
+
+def offload(key: str, **others: Any) -> Callable[[Any, Path], Any]:
+    """Return an observation of what CPU offload moves."""
+    section = {"cpu_offload": {"enabled": True, "mode": "optimizer", **others}}
+    return on_two_ranks(f"backend_config.cpu_offload.{key}", offload_of, backend_config=section)
+
+
 RANKED: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     "backend_config.reshard_after_forward": (
         True,
@@ -99,4 +119,7 @@ RANKED: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     ),
     "backend_config.forward_prefetch_depth": (1, 2, prefetch("forward_prefetch_depth")),
     "backend_config.backward_prefetch_depth": (1, 2, prefetch("backward_prefetch_depth")),
+    "backend_config.cpu_offload.enabled": (True, False, offload("enabled")),
+    "backend_config.cpu_offload.mode": ("optimizer", "all", offload("mode")),
+    "backend_config.cpu_offload.optimizer_memory_fraction": (0.2, 0.8, offload("optimizer_memory_fraction")),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from ranks import run_ranks
 
 from torchturbo.adapters import base
@@ -19,6 +20,7 @@ from torchturbo.engine.config import EngineConfig, build_from_args, merge_args
 from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.pipeline import LAUNCH, LIVE_KEYS, OBSERVERS, STEPS, inactive_problems
 from torchturbo.generated.keys import KEYS, SECTIONS
+from torchturbo.runtime import current_runtime
 
 
 class Recorder:
@@ -89,6 +91,7 @@ def test_the_launch_reads_every_key_it_claims(tmp_path: Path) -> None:
         "logging": lambda function: function(recorded),
         "batch": lambda function: function(recorded, 1, 1, 2),
         "backend": lambda function: function(recorded, 2),
+        "cpu offload": lambda function: function(torch.optim.SGD([torch.zeros(1)]), recorded, current_runtime()),
         "resume": lambda function: function(recorded),
         "plugins": lambda function: function(recorded, "hf_trainer"),
     }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers.trainer_callback import TrainerCallback
 
+from torchturbo.engine.backends.fsdp2.offload import offloaded
 from torchturbo.engine.hooks import PluginError, name_of
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ class PlacesMixin:
     _step_begins: bool = False
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer, and show it to the plugins before its schedule is made."""
+        """Create the optimizer, offload its state, and show it to the plugins before its schedule is made."""
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         # That of an earlier train() comes back wrapped.
         bare = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         if bare is not self._shown_optimizer:
-            self._shown_optimizer = bare
+            self._shown_optimizer = offloaded(bare, self.turbo.config, self.turbo.context.runtime)
             self.turbo.context.hooks.call("optimizer_built", bare)
         return optimizer
 

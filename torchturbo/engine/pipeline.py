@@ -101,7 +101,12 @@ STEPS: tuple[Step, ...] = (
         undo="torchturbo.engine.steps.activation_checkpointing:undo",
     ),
     Step("plugins: before shard", "torchturbo.engine.steps.plugins:before_shard"),
-    Step("shard", "torchturbo.engine.steps.shard:apply", ("backend_config.reshard_after_forward",)),
+    Step(
+        "shard",
+        "torchturbo.engine.steps.shard:apply",
+        ("backend_config.reshard_after_forward",),
+        check="torchturbo.engine.backends.fsdp2.offload:check",
+    ),
     Step(
         "prefetch",
         "torchturbo.engine.steps.prefetch:apply",
@@ -122,6 +127,15 @@ LAUNCH: tuple[Step, ...] = (
     Step("batch", "torchturbo.adapters.base:plan_batch", ("gbs",)),
     Step("backend", "torchturbo.adapters.base:describe_backend", ("backend",)),
     Step("optimizer", "torchturbo.adapters.hf_optimizer:make_optimizer", ("optimizer.name",)),
+    Step(
+        "cpu offload",
+        "torchturbo.engine.backends.fsdp2.offload:offloaded",
+        (
+            "backend_config.cpu_offload.enabled",
+            "backend_config.cpu_offload.mode",
+            "backend_config.cpu_offload.optimizer_memory_fraction",
+        ),
+    ),
     Step("checkpoints", "torchturbo.checkpoint.record:exports_each", ("checkpoint.hf_export",)),
     Step("resume", "torchturbo.checkpoint.resume:allowed_changes", ("resume_allow",)),
     Step("plugins", "torchturbo.plugins.load:load_plugins", ("plugins",)),

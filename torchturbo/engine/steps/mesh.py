@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchturbo.engine.backends.fsdp2.offload import mesh_backend
 from torchturbo.parallel.mesh import Meshes
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         return
     if not dist.is_initialized():  # one process whose parameters are offloaded
         dist.init_process_group(context.runtime.distributed_backend, store=dist.HashStore(), rank=0, world_size=1)
-    context.meshes = Meshes.build(context.plan, context.runtime.device_type)
+    backend = mesh_backend(config, context.runtime)
+    context.meshes = Meshes.build(context.plan, context.runtime.device_type, backend)
     if context.world_size > 1:
         _agree_on_weights(model, torch.device(context.runtime.device_type))
 
