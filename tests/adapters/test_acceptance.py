@@ -71,3 +71,20 @@ def test_a_resume_onto_another_layout_goes_on_as_it_was(
         second[0], acceptance.run, str(tmp_path / "rest"), second[1], "qwen3_moe", tmp_path / "checkpoint-2"
     ):
         assert_same({step: expected[step] for step in (3, 4)}, {step: found[step] for step in (3, 4)})
+
+
+def compiled(rank: int, folder: str) -> tuple[str, History]:
+    made = acceptance.trainer(
+        folder, ["--tt_gbs", "4"], kind="llama", max_steps=1, torch_compile=True, torch_compile_backend="eager"
+    )
+    made.train()
+    return type(made.model_wrapped).__name__, acceptance.history(made)
+
+
+def test_a_sharded_model_is_compiled_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Trainer's own switch, which accelerate serves: the model is sharded already, and nobody shards it again."""
+    plain = run_ranks(2, acceptance.run, str(tmp_path), ["--tt_gbs", "4"], "llama", None, {"max_steps": 1})
+
+    for (kind, found), expected in zip(run_ranks(2, compiled, str(tmp_path)), plain, strict=True):
+        assert kind == "OptimizedModule"
+        assert_same(expected, found)

@@ -28,9 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [[], ["--tt_sp_size", "2"], ["--tt_ep_size", "2"], ["--tt_sp_size", "2", "--tt_ep_size", "2"]],
     ids=["dp", "sp", "ep", "sp and ep"],
 )
-def test_a_token_costs_the_same_flops_on_any_mesh(
-    plan: list[str], alone: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_token_costs_the_same_flops_on_any_mesh(plan: list[str], alone: list[dict[str, Any]], tmp_path: Path) -> None:
     """Utilisation over tokens a second a device is flops a token over the peak, which no mesh changes."""
     for rank in run_ranks(2, logged, str(tmp_path), plan):
         for expected, found in zip(alone, rank, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -33,7 +34,11 @@ class DistributedMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Let Trainer prepare everything but the model, which is sharded already."""
         if self.turbo.context.sharded:
-            self.accelerator.prepare_model = lambda model, *_, **__: model
+            plain = self.accelerator.prepare_model
+            alone = functools.partial(plain, device_placement=False, evaluation_mode=True)
+            self.accelerator.prepare_model = lambda model, *_, **__: alone(
+                model
+            )  # compiles it where that was asked for
             reshard(self.model)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
