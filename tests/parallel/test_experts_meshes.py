@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import MethodType
 from typing import Any
 
 import mixtures
@@ -65,13 +66,17 @@ def test_every_mesh_computes_the_same(world_size: int) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("activations", RECOMPUTED)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "gpt_oss"])
-def test_the_whole_grid(kind: str, world_size: int) -> None:
-    """Every mesh with every kind of recomputation."""
+def test_the_whole_grid(kind: str, world_size: int, activations: str) -> None:
+    """Every mesh with every kind of recomputation; gpt-oss's attention takes no divided sequences."""
     sizes = [size for size in (1, 2, 4) if size <= world_size]
-    grid = product([kind], sizes, sizes, RECOMPUTED, (1, 3))
-    run_ranks(world_size, hold, world_size, [case for case in grid if kind != "gpt_oss" or case[1] == 1])
+    grid = [
+        (kind, sp_size, ep_size, activations, accumulation)
+        for sp_size, ep_size, accumulation in product(sizes if kind != "gpt_oss" else [1], sizes, (1, 3))
+    ]
+    run_ranks(world_size, hold, world_size, grid)
 
 
 # ---- loads that are as uneven as can be ----
@@ -196,3 +201,46 @@ def hold_evaluation(rank: int) -> None:
 def test_evaluation() -> None:
     """Without gradients, and with another number of tokens on each rank."""
     run_ranks(2, hold_evaluation)
+
+
+def doubled(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    """Compute with the weights that can be seen, like an operator that replaces a module's forward."""
+    from transformers.integrations.moe import batched_mm_experts_forward
+
+    assert {self.num_experts} == {len(value) for value in self.parameters()}
+    return 2 * batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def with_operator() -> Any:
+    model = mixtures.build()
+    for layer in model.model.layers:
+        vars(layer.mlp.experts)["forward"] = MethodType(doubled, layer.mlp.experts)
+    return model
+
+
+def with_adapters() -> Any:
+    """Return a model whose attention has LoRA, with numbers in what starts as zeros; the experts are frozen."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(mixtures.build(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def hold_made(rank: int, make: Callable[[], Any]) -> None:
+    for activations in RECOMPUTED:
+        settings = parity.config(parallel_plan={"ep_size": 2}, activation_checkpointing=RECOMPUTED[activations])
+        parity.check(rank, 2, make, settings, parity.batches(2, 2, 8))
+
+
+def test_an_operator_computes_a_ranks_experts() -> None:
+    """Whatever forward a module has when its experts are divided, with the parameters of this rank alone."""
+    run_ranks(2, hold_made, with_operator)
+
+
+def test_adapters_train_beside_divided_experts() -> None:
+    """LoRA on attention: tokens' gradients pass frozen experts of other ranks."""
+    run_ranks(2, hold_made, with_adapters)
