@@ -66,6 +66,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Fused]]] = {
     "gpt2": ({}, {"attn.c_attn.weight": Fused(-1, 1, (32, 32, 32))}),
     "gpt_neox": ({}, {"attention.query_key_value.weight": Fused(-2, 4, (8, 8, 8))}),
     "bloom": ({}, {"self_attention.query_key_value.weight": Fused(-2, 4, (8, 8, 8))}),
+    "dbrx": (
+        {
+            "d_model": 32, "n_heads": 4, "n_layers": 2,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "ffn_config": {"moe_num_experts": EXPERTS, "ffn_hidden_size": 24},
+        },
+        {"attn.Wqkv.weight": Fused(-2, 1, (32, 16, 16))},
+    ),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, {"attn.Wqkv.weight": Fused(-2, 1, (32, 32, 32))}),
     "qwen3_5_text": (
         {
@@ -114,6 +121,26 @@ def test_fused_matrices_are_known(kind: str) -> None:
         layout == next(expected[end] for end in expected if name.endswith(end)) for name, layout in found.items()
     )
     assert len(found) == sum(name.endswith(tuple(expected)) for name, _ in family(kind).named_parameters())
+
+
+def test_a_vision_towers_layers_count_too() -> None:
+    """Its query, key and value lie in one; what leads out of it is no layer."""
+    from transformers import AutoModelForImageTextToText
+
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 32, "patch_size": 4}
+    config = AutoConfig.for_model("qwen2_vl", text_config=SMALL | {"hidden_size": 32}, vision_config=vision)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+
+    tower = {matrix.name: matrix.fused for matrix in matrices(model) if "visual" in matrix.name}
+
+    block = "model.visual.blocks.0."
+    assert {
+        f"{block}attn.qkv.weight": Fused(-2, 1, (16, 16, 16)),
+        f"{block}attn.proj.weight": None,
+        f"{block}mlp.fc1.weight": None,
+        f"{block}mlp.fc2.weight": None,
+    } == tower
 
 
 def test_a_known_layout_is_what_the_family_computes() -> None:
