@@ -87,7 +87,7 @@ KEYS: dict[str, Key] = {
                 "FSDP2's own order; nothing is set explicitly.",
                 "Chosen from the model's layout; the log says what was chosen and why.",
                 "A following layer is gathered together with its experts.",
-                "Experts of later layers are gathered ahead, each before its layer is reached.",
+                "The same one gather later: the last of those experts are asked for when a layer's own experts compute, so that attention holds fewer.",
             ),
             examples=("expert_with_layer",),
             arg="prefetch_strategy",
