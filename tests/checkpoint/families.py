@@ -49,8 +49,11 @@ def empty(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="meta")
 
 
-def shard(model: Any, ep_size: int = 1, dim: int = 1) -> None:
-    """Shard a model by FSDP2, its experts over ``ep_size`` ranks first; FSDP2 then splits their dimension ``dim``."""
+def shard(model: Any, ep_size: int = 1, dim: int = 1, **settings: Any) -> None:
+    """Shard a model by FSDP2, its experts over ``ep_size`` ranks first; FSDP2 then splits their dimension ``dim``.
+
+    ``settings`` are those of ``fully_shard``.
+    """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -67,11 +70,11 @@ def shard(model: Any, ep_size: int = 1, dim: int = 1) -> None:
                 whole = parameter.detach()
                 placed = distribute_tensor(whole, experts["ep"], [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(placed))
-            fully_shard(module, mesh=experts["ep_fsdp"], shard_placement_fn=lambda parameter: Shard(dim))
-        fully_shard(layer, mesh=mesh)
+            fully_shard(module, mesh=experts["ep_fsdp"], shard_placement_fn=lambda parameter: Shard(dim), **settings)
+        fully_shard(layer, mesh=mesh, **settings)
     if model.lm_head.weight is not model.model.embed_tokens.weight:
-        fully_shard(model.model.embed_tokens, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(model.model.embed_tokens, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
 
 
 def whole(model: Any) -> dict[str, Any]:

@@ -100,10 +100,15 @@ def export(
         _export_adapters(model, folder, saved_dtypes)
         return
     base: Any = base_model(model)
+    with _conversions_kept(base):
+        _export(base, folder, saved_dtypes, max_shard_size)
+
+
+def _export(model: Any, folder: Path, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: int | str) -> None:
     with together(WHAT):
-        plan = _plan(base, saved_dtypes, max_shard_size)
-    writer = _Writer(folder, base, plan)
-    tensors = state(base)
+        plan = _plan(model, saved_dtypes, max_shard_size)
+    writer = _Writer(folder, model, plan)
+    tensors = state(model)
     for number, group in enumerate(plan.groups):
         gathered = {name: _gathered(tensors[name], plan.formats[name]) for name in group}
         writer.take(gathered)
@@ -132,11 +137,10 @@ def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: i
     groups = _groups(model, outline)
     written: dict[str, torch.Tensor] = {}
     last: dict[str, int] = {}
-    with _conversions_kept(model):
-        for number, group in enumerate(groups):
-            for name, tensor in revert_weight_conversion(model, {one: outline[one] for one in group}).items():
-                written[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                last[name] = number
+    for number, group in enumerate(groups):
+        for name, tensor in revert_weight_conversion(model, {one: outline[one] for one in group}).items():
+            written[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            last[name] = number
     split = split_torch_state_dict_into_shards(
         written,
         filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
@@ -153,7 +157,7 @@ def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: i
 def _groups(model: Any, names: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Return the model's tensors, those together that one conversion takes together on the way back."""
     converters = [
-        entry.reverse_transform() for entry in _conversions(model)[::-1] if isinstance(entry, WeightConverter)
+        entry.reverse_transform() for entry in model._weight_conversions[::-1] if isinstance(entry, WeightConverter)
     ]
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=dot_natural_key):
@@ -167,26 +171,21 @@ def _groups(model: Any, names: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _conversions(model: Any) -> list[Any]:
-    """Return the conversions that a model's checkpoint went through, as ``revert_weight_conversion`` finds them."""
-    known = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return list(known)
-    return [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if type(entry) is not PrefixChange]
-
-
 @contextmanager
 def _conversions_kept(model: Any) -> Iterator[None]:
-    """Let a model know its conversions for this block: Transformers would look for them again for every tensor."""
-    known = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = _conversions(model)
+    """Let a model know the conversions of its checkpoint for this block, as ``revert_weight_conversion`` finds them.
+
+    ``from_pretrained`` leaves them on the model. Without them Transformers would look for them for every tensor again.
+    """
+    if getattr(model, "_weight_conversions", None) is not None:
+        yield
+        return
+    known = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [entry for entry in known if type(entry) is not PrefixChange]
     try:
         yield
     finally:
-        if known is None:
-            del model._weight_conversions
-        else:
-            model._weight_conversions = known
+        del model._weight_conversions
 
 
 def _gathered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -221,8 +220,7 @@ class _Writer:
             return
         try:
             held = {name: tensor.cpu() for name, tensor in gathered.items()}
-            with _conversions_kept(self.model):
-                self.waiting |= revert_weight_conversion(self.model, held)
+            self.waiting |= revert_weight_conversion(self.model, held)
         except Exception as error:
             self.error = error
 
