@@ -201,3 +201,28 @@ def test_units_inside_a_peft_model() -> None:
 def test_which_dimension_of_experts_is_sharded(shape: tuple[int, ...], size: int, ep: int, dim: int) -> None:
     """Whole experts where there are enough, rows or columns of each where there are not."""
     assert expert_shard_dim(shape, size, ep) == dim
+
+
+def prepared_twice(rank: int, first: Any, second: Any, other: Any) -> tuple[bool, list[str]]:
+    """Prepare a model twice by the same settings, and ask about others; return whether a step is right, and the keys."""
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.engine import Engine
+
+    window = parity.batches(2)
+    model = tiny.model("qwen3_moe", num_experts=4)
+    expected = parity.reference(model, window)
+    parity.prepared(model, first, 2, rank)
+    engine = parity.prepared(model, second, 2, rank)
+    parity.assert_equal(parity.step(engine, model, [window[rank]]), expected)
+    problems = Engine(other, Context(world_size=2, rank=rank)).problems(model)
+    return True, [problem.key for problem in problems]
+
+
+def test_a_sharded_model_stays_as_it_was_sharded() -> None:
+    """A second engine may train it on; one that wants another layout is told to begin with a new model."""
+    plan = {"sp_size": 1, "ep_size": 2}
+    other = parity.config(backend_config={"reshard_after_forward": False})
+
+    for right, keys in run_ranks(2, prepared_twice, *[parity.config(parallel_plan=plan)] * 2, other):
+        assert right
+        assert ["parallel_plan.ep_size", "backend_config.reshard_after_forward"] == keys

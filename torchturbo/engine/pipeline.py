@@ -105,7 +105,7 @@ STEPS: tuple[Step, ...] = (
         "shard",
         "torchturbo.engine.steps.shard:apply",
         ("backend_config.reshard_after_forward",),
-        check="torchturbo.engine.backends.fsdp2.offload:check",
+        check="torchturbo.engine.steps.shard:check",
     ),
     Step(
         "prefetch",

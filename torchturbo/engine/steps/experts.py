@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from torchturbo.engine.backends.fsdp2.shard import expert_shard_dim
 from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
-from torchturbo.ops.replace import Handle, replace_forward
+from torchturbo.ops.replace import Attribute, Handle
 from torchturbo.parallel import experts as fused
 from torchturbo.parallel.dispatch import DISPATCHERS, Dispatcher
 from torchturbo.parallel.mesh import EP_SIZE, nearest_divisors
@@ -102,7 +103,8 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         experts = fused.number_of_experts(module)
         forward = dispatched(module, experts, context.meshes.ep.get_group(), dispatcher)
         fused.divide(module, context.meshes.ep)
-        DIVIDED[module] = replace_forward(module, forward)
+        # Not one of the operators' forwards: a second engine takes those out, and leaves experts divided.
+        DIVIDED[module] = Attribute(module, "forward", MethodType(forward, module))
     if found:
         log.info_rank0(
             "expert parallelism: %d layers, %d of %d experts on each rank", len(found), experts // ep_size, experts
