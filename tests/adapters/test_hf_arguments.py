@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchturbo.adapters.hf_arguments import clashes, framework_values, options
+from torchturbo.adapters.hf_arguments import clashes, framework_values, idle_for_fsdp2, options
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,10 @@ def test_text_that_is_no_group() -> None:
     """Nothing in it, however deep it goes."""
     for text in ("", "{", "[1]", "3", "[" * 100_000):
         assert {} == options(text)
+
+
+def test_what_only_ddp_reads_is_told() -> None:
+    """Turned on by the user, and without effect where FSDP2 shards the model; turned off it asks for nothing."""
+    said = {"ddp_find_unused_parameters": True, "ddp_static_graph": False, "ddp_backend": "gloo", "seed": 1}
+
+    assert ["ddp_find_unused_parameters"] == idle_for_fsdp2(said)

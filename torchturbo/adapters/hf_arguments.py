@@ -41,6 +41,15 @@ CLASHES: Mapping[str, tuple[str, str]] = {
 """Training arguments that would be a second owner of what the engine does: (reason, remedy)."""
 
 
+FOR_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+"""Training arguments that only DistributedDataParallel reads, which several ranks do without."""
+
+
+def idle_for_fsdp2(said: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that the user turned on and that a sharded model has no use for."""
+    return [name for name in FOR_DDP if said.get(name)]
+
+
 def said_values(args: Any) -> dict[str, Any]:
     """Return the values of a TrainingArguments that differ from its class's defaults: what the user said.
 

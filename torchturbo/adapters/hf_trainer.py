@@ -20,6 +20,7 @@ from torchturbo.adapters.hf_arguments import (
     clashes,
     compile_clash,
     framework_values,
+    idle_for_fsdp2,
     loss_clash,
     place,
     said_values,
@@ -159,6 +160,8 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
             where = place("gradient_accumulation_steps", typed=False)
             base.report_accumulation(config, plan, said.get("gradient_accumulation_steps"), where)
             base.announce(config, plan)
+        for name in idle_for_fsdp2(said) if context.sharded else ():
+            log.warning_rank0("%s is for DistributedDataParallel: FSDP2 has no use for it", place(name, typed=False))
 
     def _build_config(self, said: Mapping[str, Any]) -> EngineConfig:
         problems = base.environment_clashes() + clashes(said)

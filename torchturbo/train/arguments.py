@@ -176,8 +176,6 @@ def make_training_arguments(values: dict[str, Any], *, accelerator: bool) -> Tra
         values.setdefault("use_cpu", True)
     if not accelerator:
         values.setdefault("dataloader_pin_memory", False)  # pinning needs a device; torch warns without one
-    # The trainer lets DDP look for unused parameters unless told otherwise; a text model has none, and looking costs.
-    values.setdefault("ddp_find_unused_parameters", False)
     try:
         return TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
