@@ -1,0 +1,193 @@
+"""Saving while training goes on: what is there when, who waits for it, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mesh_runs
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from torchturbo.checkpoint import background, native
+from torchturbo.checkpoint.damage import damage
+from torchturbo.checkpoint.files import STAGING
+from torchturbo.errors import ConfigError
+
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+
+
+class AtStep(TrainerCallback):  # type: ignore[misc]
+    """Calls a function with the step, at the beginning of each."""
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self.function = function
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.function(state.global_step)
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold every write back until the event is set."""
+    event = threading.Event()
+    write = background.write
+
+    def held(*args: Any) -> None:
+        assert event.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(background, "write", held)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(gate: threading.Event, tmp_path: Path) -> None:
+    """It gets its name at the end of the step after it is whole, with the weights of the step it was saved at."""
+    seen: dict[int, list[str]] = {}
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def look(step: int) -> None:
+        seen[step] = listing(tmp_path)
+        weights[step] = mesh_runs.weights(made.model)
+        if step == 3:
+            gate.set()
+            made._writing._saving.done.result()
+
+    class SaveOnce(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = state.global_step == 1
+
+    made = mesh_runs.trainer(str(tmp_path), [], "qwen3", callbacks=[AtStep(look), SaveOnce()], max_steps=5)
+    made.train()
+
+    assert ([], [], ["checkpoint-1"]) == (seen[2], seen[3], seen[4])
+    fresh = mesh_runs.trainer(str(tmp_path / "fresh"), [], "qwen3")
+    native.load_model(fresh.model, tmp_path / "checkpoint-1" / "native")
+    for name, tensor in mesh_runs.weights(fresh.model).items():
+        assert torch.equal(weights[1][name], tensor), name
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy of the state in memory, and names in order."""
+    begun: list[str] = []
+    start = background.Background.start
+
+    def noted(self: Any, state: Any, staged: Path, place: Path, *rest: Any) -> None:
+        begun.append(f"{place.name} after {listing(tmp_path)}")
+        start(self, state, staged, place, *rest)
+
+    monkeypatch.setattr(background.Background, "start", noted)
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=3).train()
+    assert [
+        "checkpoint-1 after []", "checkpoint-2 after ['checkpoint-1']",
+        "checkpoint-3 after ['checkpoint-1', 'checkpoint-2']",
+    ] == begun  # fmt: skip
+    assert ["checkpoint-1", "checkpoint-2", "checkpoint-3"] == listing(tmp_path)
+
+
+def test_a_callback_that_is_told_of_a_save_finds_it(tmp_path: Path) -> None:
+    """LLaMA-Factory's adds a processor to the folder then; it must have its name, and keep what is added."""
+
+    class Adding(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = tmp_path / f"checkpoint-{state.global_step}"
+            assert damage(folder) is None
+            (folder / "processor.json").write_text("{}")
+
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", callbacks=[Adding()], **SAVING, max_steps=2).train()
+    assert all((tmp_path / f"checkpoint-{step}" / "processor.json").is_file() for step in (1, 2))
+
+
+def test_an_interrupt_keeps_the_checkpoint_that_is_being_written(gate: threading.Event, tmp_path: Path) -> None:
+    """It is finished, for it is the newest."""
+
+    def interrupt(step: int) -> None:
+        if step == 2:
+            threading.Timer(0.2, gate.set).start()
+            raise KeyboardInterrupt
+
+    made = mesh_runs.trainer(
+        str(tmp_path), [], "qwen3", callbacks=[AtStep(interrupt)], save_strategy="steps", save_steps=2
+    )
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert ["checkpoint-2"] == listing(tmp_path)
+    assert damage(tmp_path / "checkpoint-2") is None
+
+
+def test_an_error_and_a_save_that_fails_leave_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """The first is the one to be seen; the second is told, and nothing is left of the save."""
+
+    def no_room(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def diverge(step: int) -> None:
+        if step == 2:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(background, "write", no_room)
+    made = mesh_runs.trainer(
+        str(tmp_path), [], "qwen3", callbacks=[AtStep(diverge)], save_strategy="steps", save_steps=2
+    )
+    with pytest.raises(ZeroDivisionError):
+        made.train()
+    assert [] == listing(tmp_path)
+    assert not list((tmp_path / STAGING).glob("*"))
+    assert any("checkpoint-2 is not saved: " in line and "No space left" in line for line in logged), logged
+
+
+def test_a_save_that_fails_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the place, the reason and what to do; the checkpoint before is kept."""
+    write = background.write
+
+    def second_fails(tensors: Any, folder: Path, group: Any) -> None:
+        if folder.parent.name == "checkpoint-2":
+            raise OSError(28, "No space left on device")
+        write(tensors, folder, group)
+
+    steps: list[int] = []
+    monkeypatch.setattr(background, "write", second_fails)
+    made = mesh_runs.trainer(str(tmp_path), [], "qwen3", callbacks=[AtStep(steps.append)], **SAVING)
+    with pytest.raises(ConfigError) as caught:
+        made.train()
+    expected = f"{tmp_path / 'checkpoint-2'}: can't be saved: [Errno 28] No space left on device; make room on its disk"
+    assert str(caught.value).startswith(expected)
+    assert [0, 1, 2] == steps
+    assert ["checkpoint-1"] == listing(tmp_path)
+    assert not list((tmp_path / STAGING).glob("*"))
+
+
+def test_the_model_alone_is_saved_where_that_was_asked_for(tmp_path: Path) -> None:
+    """Its weights for a best model, the export for others; it can't be resumed, which is said."""
+    mesh_runs.trainer(str(tmp_path), ["--tt_hf_export", "final"], "qwen3", **SAVING, save_only_model=True, max_steps=1).train()  # fmt: skip
+    folder = tmp_path / "checkpoint-1"
+    assert (folder / "model.safetensors").is_file()
+    assert not (folder / "native" / "optimizer.json").exists()
+    found = damage(folder)
+    assert found is not None
+    assert "it holds the model alone (save_only_model)" in found.message
+
+
+def test_with_the_final_export_alone_a_checkpoint_holds_what_a_resume_needs(tmp_path: Path) -> None:
+    """And nothing more; it resumes and is the best model like any other."""
+    words = ["--tt_hf_export", "final"]
+    made = mesh_runs.trainer(str(tmp_path), words, "qwen3", **SAVING, max_steps=2)
+    made.train()
+    assert {
+        "native", "scheduler.pt", "rng_state.pth", "trainer_state.json", "torchturbo.yaml", "torchturbo_run.json",
+    } == {path.name for path in (tmp_path / "checkpoint-1").iterdir()}  # fmt: skip
+    made.save_model()
+    assert (tmp_path / "model.safetensors").is_file()
+    again = mesh_runs.trainer(f"{tmp_path}-again", words, "qwen3", max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert mesh_runs.history(made) == mesh_runs.history(again)
