@@ -170,3 +170,33 @@ def test_three_steps_give_the_same_weights_on_any_mesh(world_size: int, tmp_path
             assert wanted.keys() == weights.keys()
             for name, tensor in wanted.items():
                 assert float((weights[name] - tensor).norm() / tensor.norm()) < 1e-5, name
+
+
+def resumed(rank: int, folder: Path) -> tuple[bool, list[str]]:
+    """Return whether a run that goes on from its middle ends bit for bit as it did, and why AdamW can't go on with it."""
+
+    def weights(run: TurboTrainer) -> list[Tensor]:
+        return [parameter.full_tensor().clone() for parameter in run.model.parameters()]
+
+    words = ["--tt_mixed_precision", "fp32", "--tt_ep_size", "2"]
+    settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    run = trainer(folder, *words, **settings)
+    run.train()
+    expected = weights(run)
+    middle = str(folder / "checkpoint-2")
+    run = trainer(folder, *words, **settings)
+    run.train(resume_from_checkpoint=middle)
+    equal = all(torch.equal(*pair) for pair in zip(weights(run), expected, strict=True))
+    other = ["--tt_optimizer", "null", "--tt_resume_allow", "optimizer.name"]
+    with pytest.raises(ConfigError) as caught:
+        trainer(folder, *words, *other, **settings).train(resume_from_checkpoint=middle)
+    return equal, [str(problem) for problem in caught.value.problems]
+
+
+def test_a_run_goes_on_where_it_was_and_with_muon_alone(tmp_path: Path) -> None:
+    """The momentum is in the checkpoint; there is no other state in it that AdamW could take."""
+    for equal, problems in run_ranks(2, resumed, tmp_path):
+        assert equal
+        (problem,) = problems
+        assert "optimizer.name: the checkpoint was made with muon, this run has null" in problem
+        assert problem.endswith("use the old value")
