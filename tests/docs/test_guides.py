@@ -62,7 +62,9 @@ COMMANDS = [
     if line.startswith("torchturbo ")
 ]
 # Doctor's status says whether training could run: not where torch isn't installed.
-SLOW = r"torchturbo (train|quickstart|llamafactory)" + ("|torchturbo doctor" if find_spec("torch") is None else "")
+SLOW = r"torchturbo (train|quickstart|llamafactory|plan .*--model)" + (
+    "|torchturbo doctor" if find_spec("torch") is None else ""
+)
 FAST = [(page, line) for page, line in COMMANDS if not re.match(SLOW, line)]
 
 

@@ -27,6 +27,7 @@ from torchturbo.engine.model import base_model, set_cache
 from torchturbo.engine.steps import activation_checkpointing
 from torchturbo.generated.keys import KEYS
 from torchturbo.objectives import chunked
+from torchturbo.objectives.gradient_in_forward import gradient_in_forward_sum
 from torchturbo.observe.tracker import TensorTracker
 
 if TYPE_CHECKING:
@@ -86,8 +87,12 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
 
 def _loss(base: Any, rows: Tensor) -> Tensor:
     """Return the chunked loss of rows [B, S]: fake tensors can't wait as the logits of a real run do."""
-    hidden = base.base_model(input_ids=rows)[0]
-    loss: Tensor = chunked.head_of(base).loss(hidden.flatten(0, 1), rows.flatten())
+    head: Any = chunked.head_of(base)
+    hidden, target = base.base_model(input_ids=rows)[0].flatten(0, 1), rows.flatten()
+    chunking = head.turbo_chunking
+    if not chunking.recomputed:  # asked when the head's weight was a plain one, as a real one is
+        return gradient_in_forward_sum(hidden, head.weight, head.bias, target, None, (), chunking.size)
+    loss: Tensor = head.loss(hidden, target)
     return loss
 
 

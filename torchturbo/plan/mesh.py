@@ -10,7 +10,7 @@ from torchturbo.parallel.mesh import MeshPlan
 AXES = {
     "dp": "see different data",
     "sp": "share a sequence",
-    "ep_fsdp": "shard the same experts",
+    "ep_fsdp": "shard one expert set",
     "ep": "hold other experts",
 }
 """Every axis, and what the ranks of one of its groups do."""

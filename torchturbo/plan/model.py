@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchturbo.engine.backends.fsdp2.offload import choose
 from torchturbo.engine.backends.fsdp2.prefetch import prefetch_lists
@@ -31,21 +31,37 @@ BF16 = 2
 """Bytes of an element."""
 
 
+class MicroBatch(NamedTuple):
+    """What one rank forwards at once."""
+
+    rows: int
+    length: int
+    """Tokens of its longest row."""
+    ragged: bool
+    """Whether rows can differ in length, or several lie in one."""
+
+    @property
+    def mask(self) -> int:
+        """Return the bytes of its attention mask, one for each pair of tokens; without one rows attend causally."""
+        return self.rows * self.length**2 if self.ragged else 0
+
+
 def examine_model(
     model: nn.Module, name: str, engine: Engine, training: TrainingArguments, data: DataArguments, plan: Plan
 ) -> None:
-    """Put what a model needs into a plan whose mesh and batch are known; the model is used up."""
+    """Put what a model needs into a plan whose mesh is known; the model is used up."""
     config, context = engine.config, engine.context
     facts = settled_facts(model, config, context)
-    kind = type(model).__name__
     computes_in = "bf16" if config.mixed_precision == "bf16" else "fp32"
-    plan.model = Model(name, kind, facts.parameters, facts.trained, len(facts.layers), computes_in)
+    plan.model = Model(name, type(model).__name__, facts.parameters, facts.trained, len(facts.layers), computes_in)
     if context.sharded and len(facts.layers) > 1:
         plan.order = order_of(model, facts, config, context)
-    optimizer = optimizer_of(
-        facts.weights, str(getattr(training.optim, "value", training.optim)), config.optimizer.name, facts.matrices
-    )
-    plan.memory = _memory(model, facts, optimizer, engine, data, plan)
+    optim = str(getattr(training.optim, "value", training.optim))
+    optimizer = optimizer_of(facts.weights, optim, config.optimizer.name, facts.matrices)
+    rows = training.per_device_train_batch_size
+    batch = MicroBatch(rows, data.cutoff_len, rows > 1 or data.packing)
+    passing_through = _passing(facts, config, plan.order) if context.sharded else Passing(0, 0)
+    plan.memory = _memory(model, facts, optimizer, engine, batch, passing_through)
     plan.warnings += advice.of(plan, facts.weights, config)
 
 
@@ -70,31 +86,28 @@ def order_of(model: nn.Module, facts: Facts, config: EngineConfig, context: Cont
     )
 
 
+def _passing(facts: Facts, config: EngineConfig, order: Order | None) -> Passing:
+    return passing(
+        facts.weights,
+        facts.layers,
+        order.lists if order else {},
+        itemsize=BF16 if config.mixed_precision == "bf16" else None,
+        reshard=config.backend_config.reshard_after_forward,
+    )
+
+
 def _memory(
-    model: nn.Module, facts: Facts, optimizer: Optimizer, engine: Engine, data: DataArguments, plan: Plan
+    model: nn.Module, facts: Facts, optimizer: Optimizer, engine: Engine, batch: MicroBatch, held: Passing
 ) -> Memory:
     config, context, weights = engine.config, engine.context, facts.weights
-    assert plan.batch is not None
     state = None
     if (rules := optimizer.rules) is not None:
         state = Range.of(lambda rank: optimizer_bytes(weights, rules, rank), context.world_size)
-    held = Passing(0, 0)
-    if context.sharded:
-        held = passing(
-            weights,
-            facts.layers,
-            plan.order.lists if plan.order else {},
-            itemsize=BF16 if config.mixed_precision == "bf16" else None,
-            reshard=config.backend_config.reshard_after_forward,
-        )
-    micro_batch, length = plan.batch.micro_batch, data.cutoff_len
-    ragged = micro_batch > 1 or data.packing
-    parameters, gradients = parameter_bytes(weights), gradient_bytes(weights)
     host = _on_host(config, weights, optimizer, context.world_size)
-    activations = estimate(model, config, context, micro_batch, length)
+    activations = estimate(model, config, context, batch.rows, batch.length)
     return Memory(
-        parameters=parameters,
-        gradients=gradients,
+        parameters=parameter_bytes(weights),
+        gradients=gradient_bytes(weights),
         optimizer=state,
         optimizer_words=optimizer.words,
         buffers=facts.buffers,
@@ -102,7 +115,7 @@ def _memory(
         gathered=held.gathered,
         reducing=held.reducing,
         activations=activations.bytes,
-        mask=micro_batch * length * length if ragged else 0,
+        mask=batch.mask,
         reason=activations.reason,
     )
 

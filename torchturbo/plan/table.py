@@ -14,6 +14,8 @@ from torchturbo.plan.report import Memory, Order, Plan
 from torchturbo.plan.sizes import count
 
 WIDTH = 80
+TIGHT = 0.9
+"""Share of a device's memory above which a plan that fits is said to do so barely: the driver needs some, gaps too."""
 SHOWN_UNITS = 4
 """Units whose lists are shown: the first layers of a model; further ones go on in the same way."""
 
@@ -39,7 +41,7 @@ def _title(plan: Plan) -> str:
 def _mesh(plan: Plan) -> str:
     if plan.axes is None:
         return ""
-    rows: list[tuple[str, ...]] = [("axis", "size", "groups", "ranks of the first", "spans nodes", "its ranks")]
+    rows: list[tuple[str, ...]] = [("axis", "size", "groups", "first group", "spans nodes", "its ranks")]
     rows += [
         (
             axis.name,
@@ -63,7 +65,7 @@ def _batch(plan: Plan) -> str:
     rows = [
         ("micro-batch", f"{batch.micro_batch:,}", "sequences in one forward of a rank"),
         ("accumulation", f"{batch.accumulation:,}", "micro-batches of a rank in one optimizer step"),
-        ("gbs", f"{batch.gbs:,}", f"micro-batches of all {batch.dp_size:,} data-parallel ranks"),
+        ("gbs", f"{batch.gbs:,}", f"micro-batches of {_ranks(batch.dp_size)}"),
         ("sequences", f"{batch.sequences:,}", "in one optimizer step"),
     ]
     if plan.length is not None:
@@ -72,6 +74,10 @@ def _batch(plan: Plan) -> str:
     if plan.steps is not None:
         rows.append(("steps", f"{plan.steps:,}", "of the whole run"))
     return _section("batch", _columns(rows, right=(1,)))
+
+
+def _ranks(count: int) -> str:
+    return f"all {count:,} data-parallel ranks" if count > 1 else "the one data-parallel rank"
 
 
 def _model(plan: Plan) -> str:
@@ -119,7 +125,9 @@ def _verdict(plan: Plan) -> str:
         return "give --memory 80GiB to hear whether it fits"
     if plan.fits is None:
         return f"of {size(plan.available)}, with something unknown"
-    return f"{'fits into' if plan.fits else 'does not fit into'} {size(plan.available)}"
+    if not plan.fits:
+        return f"does not fit into {size(plan.available)}"
+    return f"{'barely fits' if memory.total > TIGHT * plan.available else 'fits'} into {size(plan.available)}"
 
 
 def _prefetch(plan: Plan) -> str:

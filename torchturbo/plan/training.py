@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def examine_training(line: CommandLine, plan: Plan) -> None:
     """Work out what a training command line would do on the ranks of a plan."""
     found = read_everything(line, complete=False)
-    plan.errors += found.problems
+    plan.errors += [problem for problem in found.problems if not _is_lack_of_weights(problem, found.parsed)]
     config = configuration(found.merged, plan)
     if config is None:
         return
@@ -93,7 +93,7 @@ def _examine_model(
 ) -> None:
     name = str(parsed.model.model_name_or_path)
     if problem := folder_problem(name):
-        if not _lacks_only_weights(name):
+        if not _is_lack_of_weights(problem, parsed):
             plan.errors.append(problem)
             return
         plan.warnings.append(problem._replace(message=f"{problem.message}: enough for a plan", remedy=""))
@@ -113,14 +113,17 @@ def _examine_model(
     plan.errors += found
     if model is None:
         plan.warnings.append(Problem("--model_name_or_path", "", f"{name} can't be built without its weights"))
-    elif not found and plan.batch is not None and plan.axes is not None:
+    elif not found and plan.axes is not None:
         examine_model(model, name, engine, training, parsed.data, plan)
 
 
-def _lacks_only_weights(name: str) -> bool:
-    folder = Path(name).expanduser()
-    has_config = (folder / "config.json").is_file()
-    return has_config and not any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
+def _is_lack_of_weights(problem: Problem, parsed: Parsed) -> bool:
+    """Return whether a problem is that a model's folder holds its configuration alone, which is enough for a plan."""
+    name = parsed.model.model_name_or_path
+    if not name or not (Path(name).expanduser() / "config.json").is_file():
+        return False
+    has_weights = any(True for pattern in WEIGHTS for _ in Path(name).expanduser().glob(pattern))
+    return not has_weights and problem == folder_problem(name)
 
 
 def _count_steps(job: Job, plan: Plan) -> None:
