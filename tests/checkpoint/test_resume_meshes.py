@@ -19,6 +19,12 @@ ARGUMENTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration files are written where a launch begins."""
+    monkeypatch.chdir(tmp_path)
+
+
 def facts(world_size: int, accumulation: int, sp_size: int = 1, **changes: Any) -> dict[str, Any]:
     args = SimpleNamespace(**(ARGUMENTS | {"gradient_accumulation_steps": accumulation} | changes))
     return run_facts(args, BatchPlan(2, accumulation, world_size, sp_size), {})
