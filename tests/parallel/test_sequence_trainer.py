@@ -80,10 +80,14 @@ def trainer(folder: str, settings: Any, **arguments: Any) -> TurboTrainer:
     )
 
 
-def run(rank: int, folder: str, settings: Any, streamed: bool = False, **arguments: Any) -> dict[str, Any]:
+def run(
+    rank: int, folder: str, settings: Any, streamed: bool = False, count: int = 20, **arguments: Any
+) -> dict[str, Any]:
     torch.manual_seed(100 + rank)  # a launch whose ranks are seeded apart must still read the same rows
     if streamed:
         arguments |= {"train_dataset": Stream(rows(20)), "eval_dataset": Stream(rows(7))}
+    else:
+        arguments |= {"train_dataset": rows(count)}
     made = trainer(folder, settings, **arguments)
     torch.manual_seed(100 + rank)
     made.train()
@@ -117,22 +121,23 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> None:
     numpy.testing.assert_array_equal(found["labels"], expected["labels"])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "arguments"),
-    [
-        (2, {}),
-        (4, {}),
-        (2, {"streamed": True}),
-        (4, {"streamed": True}),
-        (2, {"train_sampling_strategy": "group_by_length"}),
-    ],
-    ids=["dp1", "dp2", "dp1-stream", "dp2-stream", "dp1-grouped"],
-)
+EPOCH = {"max_steps": -1, "num_train_epochs": 1}
+CASES = {
+    "dp 1, a last batch that is no full one": (2, {}),
+    "dp 2, a whole epoch": (4, EPOCH),
+    "dp 2, rows whose number is unknown": (4, {"streamed": True}),
+    "dp 1, grouped by length": (2, {"train_sampling_strategy": "group_by_length"}),
+    "dp 1, the last rows dropped": (2, EPOCH | {"dataloader_drop_last": True, "count": 9, "compute_metrics": None}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_sequences_train_evaluate_and_predict_as_one(
-    world_size: int, arguments: dict[str, Any], tmp_path: Path, monkeypatch: Any
+    name: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Losses, grad norms, metrics, logits, label ids, and what is counted; the last batch is no full one."""
+    """Losses, grad norms, metrics, logits, label ids, and what is counted: steps, tokens, operations, rows of a step."""
     monkeypatch.chdir(tmp_path)
+    world_size, arguments = CASES[name]
     one = {"gradient_accumulation_steps": world_size // 2}
     (expected,) = run_ranks(1, call, str(tmp_path / "one"), parity.config(), arguments | one | {"data_seed": 5})
     settings = parity.config(parallel_plan={"sp_size": 2})
