@@ -115,6 +115,17 @@ def test_a_call_inside_another_repeats_too() -> None:
     assert not recomputing()
 
 
+def test_what_is_compiled_stays_in_one_graph() -> None:
+    """Compiled operators of a layer are called under the mode, which torch.compile traces."""
+    gated = torch.compile(lambda gate, up: nn.functional.silu(gate) * up, backend="eager", fullgraph=True)
+    scores = torch.randn(3, 4)
+    call = Replayed(lambda value: (gated(value, value), value.argmax(-1)), 4)
+
+    first, again = call(scores), call(-scores)
+    assert torch.equal(nn.functional.silu(scores) * scores, first[0])
+    assert torch.equal(first[1], again[1])
+
+
 def test_nothing_is_noted_outside_of_a_checkpointed_call() -> None:
     """Evaluation routes each time."""
     made = iter("ab")

@@ -118,8 +118,10 @@ class Choosing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let every function through but those that choose."""
         kwargs = kwargs or {}
-        current = _PASS.get()
-        if current is None or (names := CHOICES.get(func)) is None:
+        if func not in CHOICES:  # first of all: torch.compile traces this line into what it compiles
+            return func(*args, **kwargs)
+        names, current = CHOICES[func], _PASS.get()
+        if current is None:
             return func(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         scores, dim = given.get("input"), given.get("dim", -1 if "k" in names else None)
