@@ -133,7 +133,9 @@ def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: i
         for name, tensor in tensors.items()
         if name not in ignored
     }
-    outline = remove_tied_weights_from_state_dict(outline, model)
+    parameters = {name: one for name, one in outline.items() if isinstance(tensors[name], nn.Parameter)}
+    doubled = parameters.keys() - remove_tied_weights_from_state_dict(dict(parameters), model).keys()
+    outline = {name: one for name, one in outline.items() if name not in doubled}
     groups = _groups(model, outline)
     written: dict[str, torch.Tensor] = {}
     last: dict[str, int] = {}
