@@ -33,7 +33,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(mode: str, fraction: float = 0.5, **sections: Any) -> Any:
-    offload = {"enabled": mode != "none", "mode": mode if mode != "none" else "all"}
+    offload: dict[str, Any] = {} if mode == "none" else {"enabled": True, "mode": mode}
     if mode == "optimizer":
         offload["optimizer_memory_fraction"] = fraction
     return parity.config(backend_config={"cpu_offload": offload}, **sections)
@@ -51,12 +51,16 @@ def trained(rank: int, folder: str, configs: list[Any]) -> list[tuple[dict[str, 
     return [_trained(folder, config) for config in configs]
 
 
-def _trained(folder: str, config: Any) -> tuple[dict[str, Any], list[dict[str, float]], str]:
+def _trained(
+    folder: str, config: Any, *, resume: str | None = None, **changes: Any
+) -> tuple[dict[str, Any], list[dict[str, float]], str]:
     watcher = Seen()
-    args = TrainingArguments(
-        folder, max_steps=3, logging_steps=1, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=2, learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "max_steps": 3, "logging_steps": 1, "use_cpu": True, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5,
+        "weight_decay": 0.1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3,
+    }  # fmt: skip
+    args = TrainingArguments(folder, **(settings | changes))
     trainer = TurboTrainer(
         model=tiny.model("qwen3_moe"),
         args=args,
@@ -65,7 +69,7 @@ def _trained(folder: str, config: Any) -> tuple[dict[str, Any], list[dict[str, f
         turbo_config=config,
         turbo_plugins=[watcher],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     weights = {name: parity.whole(parameter) for name, parameter in trainer.model.named_parameters()}
     history = [{key: log[key] for key in ("loss", "grad_norm") if key in log} for log in trainer.state.log_history]
     return weights, history, type(watcher.optimizer).__name__
@@ -87,6 +91,26 @@ def test_a_run_gives_the_numbers_of_one_without(world_size: int, name: str | Non
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(weights, plain[0], **tolerance)
         torch.testing.assert_close(logs, plain[1], **tolerance)
+
+
+def resumed(rank: int, folder: str, pairs: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
+    """Train by one configuration, resume at the second step by another; return the weights of all runs."""
+    found = []
+    for at, (first, second) in enumerate(pairs):
+        found.append(_trained(f"{folder}/{at}", first, save_strategy="steps", save_steps=2)[0])
+        found.append(_trained(f"{folder}/{at}", second, resume=f"{folder}/{at}/checkpoint-2")[0])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_does_not_depend_on_it(world_size: int, tmp_path: Path) -> None:
+    """Saved with or without, resumed without or with: every run ends as the others, bit for bit."""
+    none, some = (config(mode, optimizer={"name": "muon"}) for mode in ("none", "optimizer"))
+    (expected, *others), *_ = run_ranks(world_size, resumed, str(tmp_path), [(none, some), (some, none), (some, some)])
+
+    assert len(others) == 5
+    for found in others:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def own_groups(rank: int) -> list[tuple[bool, str]]:

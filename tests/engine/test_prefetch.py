@@ -48,12 +48,14 @@ def passes(rank: int, cases: Iterable[Case]) -> list[tuple[str, str]]:
     return found
 
 
-def settings(strategy: str = "native", *, checkpointing: Any = None, reshard: bool = True, **keys: Any) -> Any:
+def settings(
+    strategy: str = "native", *, checkpointing: Any = None, reshard: bool = True, ep_size: int = 1, **keys: Any
+) -> Any:
     backend = {"prefetch_strategy": strategy, "reshard_after_forward": reshard, **keys}
     recompute = {"enabled": checkpointing is not None}
     if checkpointing is not None:
         recompute["use_reentrant"] = checkpointing
-    return parity.config(backend_config=backend, activation_checkpointing=recompute)
+    return parity.config(backend_config=backend, activation_checkpointing=recompute, parallel_plan={"ep_size": ep_size})
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +94,11 @@ BY_STRATEGY: list[tuple[tuple[Model, dict[str, Any]], str, str]] = [
         (MIXED, {"strategy": "expert_lookahead"}),
         "root: root | embed: embed | L0: L0 L1 E1 | L1: L2 | E1: E2 | L2: L3 | E2: E3",
         "root: L3 | L3: E3 L2 | E3: E2 | L2: L1 | E2: E1 | L1: L0 | L0: embed",
+    ),
+    (
+        (MOE, {"strategy": "auto", "ep_size": 2}),
+        "root: root | embed: embed | L0: L0 E0 L1 | E0: E1 | L1: L2 | E1: E2 | L2: L3 | E2: E3",
+        "root: L3 | L3: E3 L2 | E3: E2 | L2: L1 | E2: E1 | L1: L0 | E1: E0 | E0: embed",
     ),
     (
         (DENSE, {"strategy": "auto", "forward_prefetch_depth": 2}),
@@ -168,6 +175,7 @@ def test_a_line_says_what_was_chosen_and_why() -> None:
     cases = {
         "prefetch: auto chose native: without expert parallelism": (MOE, settings("auto")),
         "prefetch: auto chose expert_lookahead: a depth of 2": (MOE, settings("auto", forward_prefetch_depth=2)),
+        "prefetch: auto chose expert_lookahead: expert parallelism waits": (MOE, settings("auto", ep_size=2)),
         "prefetch: auto chose expert_with_layer: a depth of 2": (DENSE, settings("auto", backward_prefetch_depth=2)),
         "prefetch: expert_lookahead gathers layers ahead; the model has no": (DENSE, settings("expert_lookahead")),
         "no prefetch: the model has fewer than two layers": (one, settings("auto")),
