@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torchturbo.runtime import current_runtime
+from torchturbo.runtime import Runtime, current_runtime
 
 WARM_UP = 3
 """Rounds before the first that counts: allocators, caches of kernels, the optimizer's state."""
@@ -33,22 +33,19 @@ CONFIDENCE = 0.95
 PRELOAD = ["torch.distributed.checkpoint", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 PRELOAD += ["torchturbo.adapters.hf_trainer", "torchturbo.checkpoint.native"]
 """What every program imports: by the server that its processes are forked from, so that none pays for it."""
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 class Turns:
     """A rank's end of the pipe: what a program calls around each of its steps."""
 
-    def __init__(self, pipe: Connection, device: str, count: int) -> None:
-        self.pipe, self.count, self.taken = pipe, count, 0
-        self.runtime = current_runtime(use_cpu=device == "cpu")
-        self.on_host = device == "cpu"
+    def __init__(self, pipe: Connection, runtime: Runtime, count: int) -> None:
+        self.pipe, self.runtime, self.count = pipe, runtime, count
+        self.taken = 0
         self.started = 0.0
-        self.cost = 0.0
 
     def clock(self) -> float:
         """Return seconds: of this process's CPU time, or of the clock once the device is idle."""
-        if self.on_host:
+        if self.runtime.device_type == "cpu":
             return time.process_time()
         self.runtime.synchronize()
         return time.perf_counter()
@@ -62,9 +59,9 @@ class Turns:
 
     def end(self) -> bool:
         """Tell what the step cost, and return whether there is another one."""
-        self.cost = self.clock() - self.started
+        cost = self.clock() - self.started
         self.taken += 1
-        self.pipe.send(("step", self.cost))
+        self.pipe.send(("step", cost))
         return self.taken < self.count
 
     def repeat(self, step: Callable[[], Any]) -> None:
@@ -153,16 +150,12 @@ def measure(first: Side, second: Side, rounds: int, device: str, warm_up: int = 
         With the traceback of a rank that failed.
 
     """
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")  # an idle thread then takes no CPU time
     programs = [_Program(side, rounds + warm_up, device) for side in (first, second)]
     try:
         for program in programs:
             program.expect("ready")
-        costs: tuple[list[float], list[float]] = ([], [])
-        for at, order in enumerate(turn_order(rounds + warm_up)):
-            for which in order:
-                cost = programs[which].step(device)
-                if at >= warm_up:
-                    costs[which].append(cost)
+        costs = take_turns(programs, rounds, warm_up)
         memory = [program.expect("ended") for program in programs]
     finally:
         for program in programs:
@@ -174,11 +167,30 @@ def measure(first: Side, second: Side, rounds: int, device: str, warm_up: int = 
     return one, two
 
 
+class Steps(Protocol):
+    """Something that takes a step and returns what it cost."""
+
+    def step(self) -> float:
+        """Take a step."""
+        ...
+
+
+def take_turns(programs: Sequence[Steps], rounds: int, warm_up: int) -> tuple[list[float], list[float]]:
+    """Let two programs step in turn, and return what their steps cost after the first few rounds."""
+    costs: tuple[list[float], list[float]] = ([], [])
+    for at, order in enumerate(turn_order(rounds + warm_up)):
+        for which in order:
+            cost = programs[which].step()
+            if at >= warm_up:
+                costs[which].append(cost)
+    return costs
+
+
 class _Program:
     """The processes of one side."""
 
     def __init__(self, side: Side, steps: int, device: str) -> None:
-        self.side = side
+        self.side, self.device = side, device
         self.folder = tempfile.TemporaryDirectory(prefix="engine-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -208,12 +220,12 @@ class _Program:
             raise RuntimeError(f"{where}: {word} instead of {wanted}\n{value}")
         return value
 
-    def step(self, device: str) -> float:
+    def step(self) -> float:
         """Let every rank take a step, and return what it cost."""
         for pipe in self.pipes:
             pipe.send("go")
         costs = self.expect("step")
-        return sum(costs) if device == "cpu" else max(costs)
+        return sum(costs) if self.device == "cpu" else max(costs)
 
     def close(self) -> None:
         """End the processes: those that are not done have lost their parent's interest."""
@@ -232,17 +244,21 @@ def enter(side: Side, rank: int, folder: str, pipe: Connection, steps: int, devi
 
         gc.freeze()  # what the server imported is no garbage
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(side.ranks))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        if side.ranks > 1:  # to one process without them Trainer is no distributed run, so that it wraps no model
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(side.ranks))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         if device != "cpu":
             torch.accelerator.set_device_index(rank)
+        runtime = current_runtime(use_cpu=device == "cpu")
         if side.ranks > 1:
             where = f"file://{Path(folder, 'store')}"
-            dist.init_process_group(BACKENDS[device], init_method=where, rank=rank, world_size=side.ranks)
-        turns = Turns(pipe, device, steps)
-        floor = turns.runtime.peak_memory() or 0
-        side.program(rank, turns, side.settings | {"device": device, "folder": folder, "ranks": side.ranks})
-        peak = turns.runtime.peak_memory() or 0
+            backend = runtime.distributed_backend
+            dist.init_process_group(backend, init_method=where, rank=rank, world_size=side.ranks)
+        floor = runtime.peak_memory() or 0
+        side.program(
+            rank, Turns(pipe, runtime, steps), side.settings | {"device": device, "folder": folder, "ranks": side.ranks}
+        )
+        peak = runtime.peak_memory() or 0
         if side.ranks > 1:
             dist.barrier()  # a rank that leaves first would take the connections of the others with it
             dist.destroy_process_group()

@@ -1,14 +1,14 @@
 """The programs whose training steps are compared: TurboTrainer, Hugging Face's Trainer, and a loop written out by hand.
 
-All train the same Llama-shaped model of 20 M parameters in fp32 on rows of one length, with activation checkpointing,
-AdamW, clipping and a schedule. One step is 1,024 tokens over all ranks, in two micro-batches a rank, and takes about a
-second and a half of CPU time: long beside a Trainer's bookkeeping of some milliseconds, and short enough that a
-twentieth of it, the limit, would show a gather too many or a second pass over the gradients.
+All train the same Llama-shaped model in fp32 on rows of one length, with activation checkpointing, AdamW, clipping and
+a schedule. A step is two micro-batches a rank. On a CPU the model has 20 M parameters and a step 1,024 tokens, which
+takes about a second and a half of CPU time on one rank and twice that on two: long beside a Trainer's bookkeeping of
+some milliseconds, and short enough that a twentieth of it, the limit, would show a gather too many or another pass over
+the gradients. On an accelerator both are larger, for the same reason.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +34,11 @@ MODEL = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "pad_token_id": 0,
 }  # fmt: skip
-TOKENS, ACCUMULATION = 1024, 2
+ON_DEVICE = MODEL | {
+    "vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+TOKENS, TOKENS_ON_DEVICE, ACCUMULATION, LENGTH = 1024, 16384, 2, 256
 RATE, MAX_NORM = 1e-4, 1.0
 
 TRAINER, BARE = "Trainer", "fully_shard loop"
@@ -45,9 +49,9 @@ SHARED, UNSHARED = "TurboTrainer, sp_size 2", "TurboTrainer, sp_size 1"
 class Rows(Dataset[dict[str, Tensor]]):
     """Random rows of one length, every token but the first a target."""
 
-    def __init__(self, count: int, length: int) -> None:
+    def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(3, MODEL["vocab_size"], (count, length), generator=generator)
+        self.ids = torch.randint(3, MODEL["vocab_size"], (count, LENGTH), generator=generator)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,37 +61,32 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def shape(ranks: int, length: int, sp_size: int = 1) -> dict[str, Any]:
-    """Return the settings of a program: rows of a micro-batch so that a step has :data:`TOKENS` tokens on any layout."""
-    rows = TOKENS * sp_size // (ranks * ACCUMULATION * length)
-    assert rows * ranks * ACCUMULATION * length == TOKENS * sp_size
-    return {"rows": rows, "length": length, "sp_size": sp_size}
+def rows_of(device: str, ranks: int, sp_size: int = 1) -> int:
+    """Return the rows of a micro-batch: a step has as many tokens a rank on any layout of so many ranks."""
+    return (TOKENS if device == "cpu" else TOKENS_ON_DEVICE) * sp_size // (ranks * ACCUMULATION * LENGTH)
 
 
 def one_rank() -> tuple[Side, Side]:
     """Return TurboTrainer and Trainer in one process."""
-    settings = shape(1, 256)
-    return Side(TURBO, train_with_turbo, 1, settings), Side(TRAINER, train_with_trainer, 1, settings)
+    return Side(TURBO, train_with_turbo, 1, {"sp_size": 1}), Side(TRAINER, train_with_trainer, 1, {"sp_size": 1})
 
 
 def two_ranks() -> tuple[Side, Side]:
     """Return TurboTrainer and the loop on two ranks."""
-    settings = shape(2, 256)
-    return Side(TURBO_SHARDED, train_with_turbo, 2, settings), Side(BARE, train_by_hand, 2, settings)
+    return Side(TURBO_SHARDED, train_with_turbo, 2, {"sp_size": 1}), Side(BARE, train_by_hand, 2, {"sp_size": 1})
 
 
 def sequences() -> tuple[Side, Side]:
-    """Return sequence parallelism and none, on two ranks and as many tokens a rank."""
-    return (
-        Side(SHARED, train_with_turbo, 2, shape(2, 256, sp_size=2)),
-        Side(UNSHARED, train_with_turbo, 2, shape(2, 256)),
-    )
+    """Return sequence parallelism and none, on two ranks: micro-batches of twice the rows, shared by both."""
+    return Side(SHARED, train_with_turbo, 2, {"sp_size": 2}), Side(UNSHARED, train_with_turbo, 2, {"sp_size": 1})
 
 
-def make_model() -> nn.Module:
-    """Return the model, always the same; it is made on the CPU."""
+def make_model(device: str) -> nn.Module:
+    """Return the model for a device, always the same; it is made on the CPU."""
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODEL)).train()
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **(MODEL if device == "cpu" else ON_DEVICE))
+    ).train()
     model.config.use_cache = False
     return model
 
@@ -114,9 +113,9 @@ class TakesTurns(TrainerCallback):
 
 def arguments(turns: Turns, settings: dict[str, Any]) -> TrainingArguments:
     """Return the arguments of both Trainers."""
-    return TrainingArguments(
+    made = TrainingArguments(
         settings["folder"],
-        per_device_train_batch_size=settings["rows"],
+        per_device_train_batch_size=rows_of(settings["device"], settings["ranks"], settings["sp_size"]),
         gradient_accumulation_steps=ACCUMULATION,
         max_steps=turns.count,
         learning_rate=RATE,
@@ -127,17 +126,19 @@ def arguments(turns: Turns, settings: dict[str, Any]) -> TrainingArguments:
         disable_tqdm=True,
         logging_steps=10,
     )
+    made._n_gpu = min(made.n_gpu, 1)  # or Trainer wraps the model in DataParallel where it sees several devices
+    return made
 
 
 def rows_for(turns: Turns, settings: dict[str, Any]) -> Rows:
     """Return as many rows as the run takes, so that it is one epoch for every program."""
-    streams = settings["ranks"] // settings["sp_size"]
-    return Rows(turns.count * ACCUMULATION * streams * settings["rows"], settings["length"])
+    ranks, sp_size = settings["ranks"], settings["sp_size"]
+    return Rows(turns.count * ACCUMULATION * ranks // sp_size * rows_of(settings["device"], ranks, sp_size))
 
 
 def train_with_trainer(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
     """Train by Hugging Face's Trainer."""
-    model = make_model()
+    model = make_model(settings["device"])
     checkpoint(model)
     _train(Trainer, model, turns, settings)
 
@@ -146,7 +147,7 @@ def train_with_turbo(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
     """Train by TurboTrainer, with activation checkpointing as by default and operators as they are."""
     words = {"ops.policy": "native", "parallel_plan.sp_size": settings["sp_size"]}
     set_torchturbo_args(parse_torchturbo_args([f"{KEYS[path].cli}={value}" for path, value in words.items()])[0])
-    _train(TurboTrainer, make_model(), turns, settings)
+    _train(TurboTrainer, make_model(settings["device"]), turns, settings)
 
 
 def _train(kind: type[Trainer], model: nn.Module, turns: Turns, settings: dict[str, Any]) -> None:
@@ -166,7 +167,7 @@ def train_by_hand(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     device, ranks = settings["device"], settings["ranks"]
-    model: Any = make_model().to(device)
+    model: Any = make_model(device).to(device)
     checkpoint(model)
     mesh = init_device_mesh(device, (ranks,))
     for layer in model.model.layers:
@@ -178,7 +179,7 @@ def train_by_hand(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
     data = rows_for(turns, settings)
     sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank)
     batches: Iterator[dict[str, Tensor]] = iter(
-        DataLoader(data, settings["rows"], sampler=sampler, collate_fn=default_data_collator)
+        DataLoader(data, rows_of(device, ranks), sampler=sampler, collate_fn=default_data_collator)
     )
 
     def step() -> None:
@@ -191,8 +192,3 @@ def train_by_hand(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
         optimizer.zero_grad()
 
     turns.repeat(step)
-
-
-def quiet_environment() -> None:
-    """Give every rank one thread, whose idle time is no CPU time; set before the ranks start."""
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")

@@ -81,8 +81,9 @@ def step(engine: Any, model: Any, window: Sequence[Mapping[str, Tensor]]) -> Ste
     model.zero_grad()
     normaliser = engine.context.normaliser
     copies = [{name: value.clone() for name, value in batch.items()} for batch in window]
-    normaliser.open_window(copies, torch.device("cpu"))
-    total = torch.zeros(())
+    device = copies[0]["input_ids"].device
+    normaliser.open_window(copies, device)
+    total = torch.zeros((), device=device)
     with normaliser.applied():
         for batch in copies:
             with engine.autocast():
@@ -124,7 +125,7 @@ def errors(found: Step, expected: Step) -> dict[str, float]:
         "loss": abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12),
         "norm": abs(found.norm - expected.norm) / max(expected.norm, 1e-12),
     } | {
-        name: float((found.gradients[name] - gradient).norm() / gradient.norm().clamp(min=floor))
+        name: float((found.gradients[name].cpu() - gradient.cpu()).norm() / gradient.cpu().norm().clamp(min=floor))
         for name, gradient in expected.gradients.items()
     }
 
