@@ -123,6 +123,34 @@ def test_fused_matrices_are_known(kind: str) -> None:
     assert len(found) == sum(name.endswith(tuple(expected)) for name, _ in family(kind).named_parameters())
 
 
+def named(kind: str, **marks: Any) -> Any:
+    return type(kind, (nn.Module,), marks)
+
+
+def older(kind: str, shape: tuple[int, ...], attribute: str = "gate_up_proj") -> nn.Module:
+    """Return a layer with experts of a class of this name and with the marks of transformers 5.6."""
+    experts = named(kind, **({"is_transposed": True} if kind == "GptOssExperts" else {}))()
+    experts.register_parameter(attribute, nn.Parameter(torch.zeros(shape)))
+    owner = named("GraniteMoeMoE")()
+    owner.input_linear = experts
+    return nn.ModuleList([owner])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "attribute", "layout"),
+    [
+        ("DeepseekV3NaiveMoe", (3, 8, 6), "gate_up_proj", Fused(-2, 1, (4, 4))),
+        ("GptOssExperts", (3, 6, 8), "gate_up_proj", Fused(-1, 4, (1, 1))),
+        ("GraniteMoeParallelExperts", (3, 8, 6), "weight", Fused(-2, 1, (4, 4))),
+    ],
+)
+def test_experts_of_older_transformers(kind: str, shape: tuple[int, ...], attribute: str, layout: Fused) -> None:
+    """Their classes have other names, or do not say how they store gate and up."""
+    (matrix,) = matrices(older(kind, shape, attribute))
+
+    assert layout == matrix.fused
+
+
 def test_a_vision_towers_layers_count_too() -> None:
     """Its query, key and value lie in one; what leads out of it is no layer."""
     from transformers import AutoModelForImageTextToText

@@ -82,7 +82,7 @@ def _delta_net(owner: Any, weight: nn.Parameter) -> Fused:
 
 LINEARS: tuple[tuple[str, str, Layout], ...] = (
     (".*", "gate_up_proj", _halves),
-    ("GraniteMoe(Shared|Hybrid)MLP|JetMoeMoE", "input_linear", _halves),
+    (r"GraniteMoe(Shared|Hybrid)MLP|GraniteMoe\w*MoE|JetMoeMoE", "input_linear", _halves),
     ("Phi3Attention|Phi4MultimodalAttention", "qkv_proj", _queries_then_keys_values),
     ("DbrxAttention", "Wqkv", _queries_then_keys_values),
     ("MptAttention", "Wqkv", _queries_keys_values),

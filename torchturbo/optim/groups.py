@@ -20,8 +20,8 @@ ROUTERS = r"\w*Router\w*|\w*MoE\w*Gate|\w*TopKGating"
 """Classes of routers, as a pattern; everything inside one is AdamW's."""
 ROUTER_NAMES = ("gate", "router")
 """Names of a router that is a plain linear layer, beside ``experts``."""
-EXPERTS = r"\w*Experts"
-"""Classes that stack the weights of several experts."""
+EXPERTS = r"\w*Experts|\w*NaiveMoe"
+"""Classes that stack the weights of several experts, the second by their older name."""
 HEADS = ("lm_head",)
 """Names of heads, wherever they are."""
 PARAMETER_ADAPTERS = "ParamWrapper"
