@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,33 @@ def test_a_configuration_is_model_enough(plan: Run, models: Path) -> None:
     assert ["holds no weights" in warning["message"] for warning in done.json["warnings"]] == [True]
     done = plan("--world_size", 2, "--model", "./nowhere")
     assert (2, "error: --model_name_or_path: there is no folder nowhere\n") == (done.status, done.err)
+
+
+def test_weight_files_are_held_against_the_model(plan: Run, models: Path, tmp_path: Path) -> None:
+    """By their headers, where the run would read slices of them; and the tokenizer is the run's."""
+    folder = tmp_path / "wrong"
+    shutil.copytree(models / "dense", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 64}))
+    (folder / "tokenizer.json").write_text("{}")
+    done = plan("--world_size", 2, "--model", folder)
+    assert 2 == done.status
+    assert "model.layers.0.mlp.down_proj.weight as [32, 48], the model expects [32, 64]" in done.err
+    assert "no usable tokenizer" in done.err
+    assert "model.layers.0.mlp" not in plan("--world_size", 1, "--model", folder).err  # one process reads it whole
+
+
+def test_a_checkpoint_that_can_not_be_resumed(plan: Run, models: Path) -> None:
+    """Found before the launch, beside everything else; rows and checkpoint are compared where both are named."""
+    tiny.write_jsonl(Path("rows.jsonl"), tiny.rows(8))
+    line = ("--world_size", 2, "--model", models / "dense", "--dataset", "rows.jsonl", "--output_dir", "out")
+    done = plan(*line, "--resume_from_checkpoint", "true")
+    assert 2 == done.status and "--resume_from_checkpoint" in done.err
+    Path("out/checkpoint-1").mkdir(parents=True)
+    Path("out/checkpoint-1/trainer_state.json").write_text("{}")
+    assert "--output_dir" in plan(*line).err
+    done = plan("--world_size", 2, "--model", models / "dense", "--dataset", "rows.jsonl", "--tt_resume_allow", "gbs")
+    assert "says nothing to a run that resumes nothing" in done.out
 
 
 def test_a_shell_inside_a_launch_waits_for_nobody(plan: Run, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

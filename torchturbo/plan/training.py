@@ -20,9 +20,19 @@ from torchturbo.plugins.load import load_plugins
 from torchturbo.runtime import Runtime, current_runtime
 from torchturbo.train.arguments import make_training_arguments
 from torchturbo.train.commandline import TAKEN_OVER, read_everything
-from torchturbo.train.model import WEIGHTS, empty_model, folder_problem, load_config, load_tokenizer, missing_folder
+from torchturbo.train.model import (
+    WEIGHTS,
+    empty_model,
+    folder_problem,
+    is_streamed,
+    load_config,
+    load_tokenizer,
+    mismatches,
+    missing_folder,
+    weight_source,
+)
 from torchturbo.train.paths import output_problems
-from torchturbo.train.prepare import Job, argument_problems, encode, model_problems, with_evaluation
+from torchturbo.train.prepare import Job, argument_problems, compare, encode, model_problems, with_evaluation
 from torchturbo.train.rows import read_files
 
 if TYPE_CHECKING:
@@ -69,18 +79,23 @@ def examine_training(line: CommandLine, plan: Plan) -> None:
 def _folder_problems(parsed: Parsed, training: TrainingArguments) -> list[Problem]:
     """Return what is wrong with the folders that were named, as they are now."""
     problems = []
-    wanted = training.resume_from_checkpoint
-    resumes = wanted is not None and wanted.lower() != "false"
+    resume = _resume(training)
     if "output_dir" in parsed.training:
         folder = Path(str(training.output_dir)).expanduser()
-        problems += output_problems(folder, parsed.data.overwrite_output_dir or resumes)
-        if resumes:
-            found = find_checkpoint(wanted, folder, "--resume_from_checkpoint")
-            problems += [found] if isinstance(found, Problem) else []
+        problems += output_problems(folder, parsed.data.overwrite_output_dir or resume is not None)
+    problems += [resume] if isinstance(resume, Problem) else []
     name = parsed.model.tokenizer_name
     if name is not None and (problem := missing_folder(name, "--tokenizer_name")):
         problems.append(problem)
     return problems
+
+
+def _resume(training: TrainingArguments) -> Path | Problem | None:
+    """Return the checkpoint that a run would resume from, or why there is none; None where it is not asked to."""
+    wanted = training.resume_from_checkpoint
+    if wanted is None or wanted.lower() == "false":
+        return None
+    return find_checkpoint(wanted, Path(str(training.output_dir)).expanduser(), "--resume_from_checkpoint")
 
 
 def _examine_model(
@@ -106,8 +121,14 @@ def _examine_model(
     hooks = Hooks(Run(config, runtime, plan.world_size, 0, folder), plugins)
     engine = Engine(config, Context(runtime, plan.world_size, hooks=hooks))
     if plan.batch is not None:
-        job = Job(config, parsed.model, parsed.data, training, runtime, plan.batch, model_config=model_config)
-        _count_steps(job, plan)
+        job = Job(config, parsed.model, parsed.data, training, runtime, plan.batch, plugins=plugins)
+        job.model_config = model_config
+        if problem is None or parsed.data.dataset:
+            _examine_data(job, plan)
+        if problem is None and job.is_sharded:
+            plan.errors += _weight_problems(job)
+        if job.train_set is not None or training.max_steps > 0:
+            plan.steps = job.steps
     model = empty_model(parsed.model, model_config)
     found = model_problems(model, training, engine)
     plan.errors += found
@@ -126,19 +147,29 @@ def _is_lack_of_weights(problem: Problem, parsed: Parsed) -> bool:
     return not has_weights and problem == folder_problem(name)
 
 
-def _count_steps(job: Job, plan: Plan) -> None:
-    """Read the dataset as a run does, where one is named, and count the optimizer steps."""
-    if job.data.dataset:
-        rows, _, bad = read_files(job.data.dataset, "--dataset")
-        eval_rows, _, eval_bad = read_files(job.data.eval_dataset, "--eval_dataset")
-        plan.errors += bad + eval_bad
-        if bad or eval_bad:
-            return
-        try:
-            job.tokenizer = load_tokenizer(job.model_arguments)
+def _weight_problems(job: Job) -> list[Problem]:
+    """Return what the headers of the weight files show that does not fit the model; a sharded run reads slices of them."""
+    try:
+        source = weight_source(job.model_arguments, job.model_config)
+    except ConfigError as error:
+        return list(error.problems)
+    if not is_streamed(job.model_arguments, job.model_config, source):
+        return []
+    return mismatches(job.model_arguments, job.model_config, source)
+
+
+def _examine_data(job: Job, plan: Plan) -> None:
+    """Read tokenizer and dataset as a run does, as far as they are named, and hold them against a checkpoint."""
+    try:
+        job.tokenizer = load_tokenizer(job.model_arguments)
+        if job.data.dataset:
+            rows, job.files, bad = read_files(job.data.dataset, "--dataset")
+            eval_rows, _, eval_bad = read_files(job.data.eval_dataset, "--eval_dataset")
+            if bad or eval_bad:
+                raise ConfigError([*bad, *eval_bad])
             encode(job, rows, eval_rows)
-        except ConfigError as error:
-            plan.errors += error.problems
-            return
-    if job.data.dataset or job.training.max_steps > 0:
-        plan.steps = job.steps
+            resume = _resume(job.training)
+            job.resume = resume if isinstance(resume, Path) else None
+            compare(job)
+    except ConfigError as error:
+        plan.errors += error.problems

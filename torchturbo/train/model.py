@@ -173,21 +173,26 @@ def load_model(arguments: ModelArguments, config: Any, source: WeightSource | No
     ``source.load`` gives each rank its share. What can't be read so has its weights nevertheless, all of them on every
     rank, and a warning says why; ask a parameter's ``is_meta`` which of the two it is.
     """
-    if source is not None and (reason := _unstreamed(arguments, config, source)):
+    if source is None or not is_streamed(arguments, config, source):
+        return _from_pretrained(arguments, config)
+    if problems := mismatches(arguments, config, source):
+        raise ConfigError(problems)
+    model = _from_pretrained(arguments, config, device_map="meta")
+    source.tie(model)
+    return model
+
+
+def is_streamed(arguments: ModelArguments, config: Any, source: WeightSource) -> bool:
+    """Return whether each rank can read its own slices of a model's weights; a warning says why not."""
+    reason = _unstreamed(arguments, config, source)
+    if reason is not None:
         log.warning_rank0(
             "%s: %s, so every rank reads the whole model and holds it until it is sharded: "
             "as much host memory as the ranks of a node times the model in fp32",
             source.name,
             reason,
         )
-        source = None
-    if source is None:
-        return _from_pretrained(arguments, config)
-    if problems := _mismatches(arguments, config, source):
-        raise ConfigError(problems)
-    model = _from_pretrained(arguments, config, device_map="meta")
-    source.tie(model)
-    return model
+    return reason is None
 
 
 def _unstreamed(arguments: ModelArguments, config: Any, source: WeightSource) -> str | None:
@@ -203,7 +208,7 @@ def _unstreamed(arguments: ModelArguments, config: Any, source: WeightSource) ->
     return None
 
 
-def _mismatches(arguments: ModelArguments, config: Any, source: WeightSource) -> list[Problem]:
+def mismatches(arguments: ModelArguments, config: Any, source: WeightSource) -> list[Problem]:
     """Return what in the weight files' headers does not fit the model, all at once."""
     empty = empty_model(arguments, config)
     if empty is None:
@@ -233,7 +238,7 @@ def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError([_hub_problem(PLACE, name, error)]) from error
     except RuntimeError as error:  # shapes that do not fit: it says so in a table, and not where
-        if not (problems := _mismatches(arguments, config, weight_source(arguments, config))):
+        if not (problems := mismatches(arguments, config, weight_source(arguments, config))):
             raise
         raise ConfigError(problems) from error
     model, told = loaded

@@ -123,7 +123,7 @@ def prepare(command: Command) -> Job:
     if "logging_steps" not in parsed.training:
         job.training.logging_steps = max(1, job.steps // CURVE_POINTS)
     with together("comparing with the checkpoint"):
-        _compare(job)
+        compare(job)
     return job
 
 
@@ -281,7 +281,8 @@ def vocabulary(model_config: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _compare(job: Job) -> None:
+def compare(job: Job) -> None:
+    """Hold a run against the checkpoint that it resumes from; raises :class:`ConfigError` where they do not belong together."""
     extra = {
         "dataset": [{"name": file.path.name, "sha256": file.sha256, "rows": file.rows} for file in job.files],
         "dataset_tokens": job.tally.tokens,
