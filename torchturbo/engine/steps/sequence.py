@@ -8,7 +8,8 @@ from torch import nn
 
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem
-from torchturbo.parallel import sequence, sequence_check
+from torchturbo.parallel.sequence import SequenceParallel, remove
+from torchturbo.parallel.sequence_check import obstacles
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -23,7 +24,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if size == 1:
         return []
     place = config.origin(KEY).place
-    return [Problem(place, KEY, *found) for found in sequence_check.obstacles(model, size)]
+    return [Problem(place, KEY, *found) for found in obstacles(model, size)]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
@@ -31,13 +32,11 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if config.parallel_plan.sp_size == 1 or context.meshes is None:
         return
     normaliser = context.normaliser
-    parallel = sequence.SequenceParallel(
-        context.meshes.sp.get_group(), lambda: normaliser is not None and normaliser.active
-    )
+    parallel = SequenceParallel(context.meshes.sp.get_group(), lambda: normaliser is not None and normaliser.active)
     parallel.install(model, base_model(model))
     context.sequence = parallel
 
 
 def undo(model: nn.Module) -> None:
     """Let a model compute whole sequences again."""
-    sequence.remove(model, base_model(model))
+    remove(model, base_model(model))
