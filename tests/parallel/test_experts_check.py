@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import mixtures
@@ -189,12 +190,32 @@ def test_the_probe_agrees_with_the_table(kind: str, implementation: str, monkeyp
     assert all(refusal(name, module) is None for name, module in find_experts(model).items())
 
 
+def patched() -> Any:
+    """Return a model whose experts of no family have a forward of their own on top."""
+    model = unknown()
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        vars(experts)["forward"] = MethodType(lambda self, *args: 3 * Unknown.forward(self, *args), experts)
+    return model
+
+
+def test_the_probe_tries_the_forward_that_is_called() -> None:
+    """One that was put into an instance is bound to the copy."""
+    assert [] == problems(patched(), 2, 2)
+
+
 def hold_unknown(rank: int) -> None:
-    parity.check(rank, 2, unknown, parity.config(parallel_plan={"ep_size": 2}), parity.batches(2))
+    settings = parity.config(parallel_plan={"ep_size": 2})
+    parity.check(rank, 2, unknown, settings, parity.batches(2))
+    model = patched()
+    expected = parity.reference(model, parity.batches(2))
+    parity.prepared(model, settings, 2, rank)
+    engine = parity.prepared(model, settings, 2, rank)  # a second engine finds the experts divided
+    parity.assert_equal(parity.step(engine, model, parity.share(parity.batches(2), 2, 1, rank)), expected)
 
 
 def test_a_class_that_passed_the_probe_computes_the_same() -> None:
-    """On two ranks, against one process."""
+    """On two ranks, against one process; a model that was prepared twice, too."""
     run_ranks(2, hold_unknown)
 
 

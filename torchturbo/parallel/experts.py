@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -165,6 +166,8 @@ def _small_sizes(module: nn.Module) -> dict[int, int]:
 
 def _resized(module: nn.Module, weights: dict[str, Tensor], small: dict[int, int]) -> Any:
     stand_in = find.shallow_copy(module, weights, {})
+    if isinstance(own := vars(module).get("forward"), MethodType):
+        vars(stand_in)["forward"] = MethodType(own.__func__, stand_in)
     for name, value in list(vars(stand_in).items()):
         if name in NUMBERS:
             vars(stand_in)[name] = len(next(iter(weights.values())))

@@ -43,6 +43,8 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     units = {id(module) for layer in find_units(model).layers for _, module in layer.experts}
     problems: dict[str, str] = {}  # a problem of every layer is told once
     for name, module in found.items():
+        if module in DIVIDED:  # by an earlier engine, to which FSDP2 has bound it
+            continue
         reason = fused.refusal(name, module)
         if reason is None and id(module) not in units:
             reason = f"{name} is in no layer that every batch passes and that is sharded by itself"
