@@ -134,8 +134,9 @@ def test_each_unit_is_gathered_once_a_pass(strategy: str) -> None:
         forward, backward = zip(*found, strict=True)
         assert len(set(forward)) == 1
         assert sorted(["root", *units]) == gathered(forward[0])
-        assert len(set(backward[:3])) == 1
-        assert units == gathered(backward[0])
+        assert [units] * 3 == [gathered(one) for one in backward[:3]]
+        # Before 5.24 Transformers recomputed a layer's hooks too, so that the reentrant kind reaches experts first.
+        assert backward[0] == backward[2]
         assert {""} == set(backward[3:])
 
 
