@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -177,6 +178,24 @@ def test_an_unknown_class_that_can_not_be_tried_is_refused() -> None:
     assert said(unknown(gain=lambda module: module.absent)).startswith(
         "Unknown is of no known family, and can't be probed (AttributeError: 'Unknown' object has no attribute 'absent'"
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "experts", "config"),
+    [
+        ("qwen3_vl_moe", "Qwen3VLMoeTextExperts", "Qwen3VLMoeTextConfig"),
+        ("glm4v_moe", "Glm4vMoeTextExperts", "Glm4vMoeTextConfig"),
+        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeMoeExperts", "Ernie4_5_VLMoeTextConfig"),
+    ],
+)
+def test_vision_language_models_of_known_families_pass_the_probe(module: str, experts: str, config: str) -> None:
+    """Their experts are classes of their own, in full size and without weights."""
+    code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    settings = getattr(code, config)()
+    settings._experts_implementation = "grouped_mm"
+    arguments = (settings,) if module != "ernie4_5_vl_moe" else (settings, settings.moe_intermediate_size[0])
+    with torch.device("meta"):
+        assert refusal("mlp.experts", getattr(code, experts)(*arguments)) is None
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
