@@ -69,7 +69,7 @@ def shard(model: Any, ep_size: int = 1, dim: int = 1, **settings: Any) -> None:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 whole = parameter.detach()
                 placed = distribute_tensor(whole, experts["ep"], [Shard(0)], src_data_rank=None)
-                module.register_parameter(name, nn.Parameter(placed))
+                module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
             fully_shard(module, mesh=experts["ep_fsdp"], shard_placement_fn=lambda parameter: Shard(dim), **settings)
         fully_shard(layer, mesh=mesh, **settings)
     if model.lm_head.weight is not model.model.embed_tokens.weight:

@@ -180,6 +180,46 @@ def test_a_model_that_was_evaluated_is_exported_from_its_shards(folders: dict[st
     assert [name for name, value in trained.items() if not torch.equal(value, found[name])] == []
 
 
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+OwnConfig.register_for_auto_class()
+OwnForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+"""
+
+
+def export_own_code(rank: int, code: Path, out: Path) -> None:
+    import importlib
+    import sys
+
+    from torch.distributed.fsdp import fully_shard
+
+    sys.path.insert(0, str(code))
+    own = importlib.import_module("own_code")
+    settings = tiny.model("llama").config.to_dict() | {"model_type": "own"}
+    model = own.OwnForCausalLM(own.OwnConfig(**settings))
+    fully_shard(model)  # whose class is another module's then
+    export(model, out, saved_dtypes={})
+    assert getattr(model.config, "auto_map", None) is None
+
+
+def test_a_models_own_code_goes_with_it(tmp_path: Path) -> None:
+    code, out = tmp_path / "code", tmp_path / "out"
+    code.mkdir()
+    (code / "own_code.py").write_text(CODE)
+    run_ranks(1, export_own_code, code, out)
+    assert (out / "own_code.py").read_text() == CODE
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["OwnForCausalLM"]
+    assert config["auto_map"]["AutoModelForCausalLM"] == "own_code.OwnForCausalLM"
+
+
 # ---- errors ----
 
 

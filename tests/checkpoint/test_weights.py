@@ -56,9 +56,12 @@ def load_all(rank: int, folders: dict[str, Path], layouts: list[Layout]) -> list
         folder = folders[family]
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model = families.empty(folder)
+        model.model.layers[0].requires_grad_(False)
+        trained = [parameter.requires_grad for parameter in model.parameters()]
         families.shard(model, ep_size, dim)
         source = WeightSource.find(str(folder))
         reader = source.load(model)
+        assert trained == [parameter.requires_grad for parameter in model.parameters()]
         total = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in source.stored.values())
         largest = max(parameter.numel() for parameter in model.parameters()) * 2  # in the files' bf16
         tied = tuple(one.lm_head.weight is one.model.embed_tokens.weight for one in (model, reference))

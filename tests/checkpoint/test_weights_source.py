@@ -142,6 +142,7 @@ def load_converted(rank: int, folder: Path) -> tuple[list[str], set[str]]:
     projections = [f"self_attn.{name}_proj.weight" for name in "qkv"]
     mapping = [
         WeightRenaming("mlp.down_mixed", "mlp.down"),
+        WeightRenaming("model.norm", "model.final_norm"),  # the model has none of that name: the file's own is right
         WeightConverter("self_attn.qkv.weight", projections, [Chunk(dim=0)]),
         WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Transpose(dim0=0, dim1=1)]),
         WeightConverter("self_attn.o_mixed.weight", "self_attn.o_proj.weight", [PermuteForRope()]),
