@@ -219,12 +219,18 @@ def test_python_on_a_page_runs(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="the page's own train.py needs torch")
-def test_the_train_py_on_the_page_trains(tmp_path):
+@pytest.mark.parametrize("large", [False, True], ids=["read whole", "read by slices"])
+def test_the_train_py_on_the_page_trains(large, tmp_path):
     import tiny
 
     tiny.save(tmp_path / "model")
-    (block,) = [block for block in blocks(ROOT / "docs" / "training.md") if block.title == "train.py"]
-    (tmp_path / "train.py").write_text(block.text.replace("PATH_OR_NAME", "model"), "utf-8")
+    page = {block.title: block.text for block in blocks(ROOT / "docs" / "training.md") if block.title}
+    text = page["train.py"]
+    if large:  # the same program, with the other block in place of its model and its trainer
+        model, trainer = page["large.py"].split("\ntrainer = ")
+        text = re.sub(r"^model = .*$", lambda _: model, text, flags=re.M)
+        text = re.sub(r"^trainer = .*?^\)$", lambda _: f"trainer = {trainer}", text, flags=re.M | re.S)
+    (tmp_path / "train.py").write_text(text.replace("PATH_OR_NAME", "model"), "utf-8")
     (tmp_path / "lines.txt").write_text("hello there\nhow are you\n" * 4, "utf-8")
     options = ["--tt_gbs", "2", "--output_dir", "out", "--max_steps", "2", "--save_steps", "2", "--report_to", "none"]
     command = [sys.executable, "train.py", *options, "--per_device_train_batch_size", "1", "--use_cpu", "true"]
