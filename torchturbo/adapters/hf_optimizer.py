@@ -85,7 +85,7 @@ def make_optimizer(
     """
     if (problem := nothing_for_muon(model, config)) is not None:
         fail([problem])
-    _, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # those of its default, which is AdamW
+    _, options = Trainer.get_optimizer_cls_and_kwargs(args)  # those of its default, which is AdamW
     dtype = newton_schulz_dtype(config, runtime)
     groups = parameter_groups(model, args.weight_decay, decays)
     for matrix in matrices(model):
