@@ -16,6 +16,8 @@ import shutil
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchturbo.plugins import Plugin, register
 
@@ -52,17 +54,21 @@ class ExponentialMovingAverage(Plugin):
         "additionalProperties": False,
     }
 
-    def before_shard(self, model, run):
-        """Begin the average with the weights as they are; only what is trained has one."""
-        self.averages = {name: self._kept(parameter) for name, parameter in self._trained(model)}
+    def optimizer_built(self, optimizer, run):
+        """Begin the average with the weights as they are, sharded as they are; only what is trained has one."""
+        self.averages = {name: self._kept(parameter) for name, parameter in self._trained(run.model)}
 
     def load_checkpoint(self, folder, run):
         """Go on with the checkpoint's average, or begin with its weights where it was made without this plugin."""
         if not (folder / FILE).is_file():
-            self.before_shard(run.model, run)
+            self.optimizer_built(None, run)
             return
         for name, average in load_file(folder / FILE).items():
-            self.averages[name].copy_(average)
+            kept = self.averages[name]
+            if isinstance(kept, DTensor):  # each rank takes its shard, on whatever mesh the average was saved
+                average = average.to(kept.device)
+                average = distribute_tensor(average, kept.device_mesh, kept.placements, src_data_rank=None)
+            kept.copy_(average)
 
     @torch.no_grad()
     def step_end(self, run):
@@ -71,11 +77,16 @@ class ExponentialMovingAverage(Plugin):
             decay = min(decay, (1 + run.step) / (10 + run.step))
         for name, parameter in self._trained(run.model):
             average = self.averages[name]
-            average.lerp_(parameter.detach().to(average), 1 - decay)
+            average.lerp_(parameter.detach().to(average.device, average.dtype), 1 - decay)
 
     def save_checkpoint(self, folder, run):
+        whole = {}
+        for name, average in self.averages.items():
+            found = average.full_tensor() if isinstance(average, DTensor) else average  # on every rank
+            if run.rank == 0:
+                whole[name] = found
         if run.rank == 0:
-            save_file(self.averages, folder / FILE)
+            save_file(whole, folder / FILE)
 
     @torch.no_grad()
     def end(self, run):
@@ -109,4 +120,7 @@ class ExponentialMovingAverage(Plugin):
 
     @staticmethod
     def _trained(model):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves some parameters gathered
         return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -502,6 +502,10 @@ def test_trainers_constructor_derives_nothing_before_the_accelerator() -> None:
         assert name not in before
 
 
+REPLACED = {"_save_checkpoint", "_save_optimizer_and_scheduler"}
+"""Methods of Trainer's that are taken on purpose: the first hands on to it elsewhere, the second pickles no optimizer."""
+
+
 def test_no_name_of_trainers_is_taken_by_accident() -> None:
     """A private helper that Trainer happens to have too would replace it without a word."""
     own = {name: value for kind in (TurboMixin, PlacesMixin, CheckpointMixin) for name, value in vars(kind).items()}
@@ -509,5 +513,5 @@ def test_no_name_of_trainers_is_taken_by_accident() -> None:
 
     assert shared
     for name, value in shared.items():
-        if not name.startswith("__") or name == "__init__":
+        if name not in REPLACED and (not name.startswith("__") or name == "__init__"):
             assert re.search(rf"super\(\)\.{name}\b", inspect.getsource(value)), name

@@ -69,7 +69,7 @@ class Recorder(Plugin):
         self.note("resumed", run)
 
     def save_checkpoint(self, folder, run):
-        whole = (folder / "model.safetensors").is_file() and (folder / "optimizer.pt").is_file()
+        whole = (folder / "model.safetensors").is_file() and (folder / "scheduler.pt").is_file()
         self.note("save_checkpoint", run, folder=folder.name, final=folder.parent == run.output_dir, whole=whole)
         (folder / f"recorder-{run.rank}.txt").write_text("kept")
 
