@@ -17,7 +17,7 @@ MOE = {
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
-    "untied": ("qwen3", {"vocab_size": 321}),  # 321 rows do not divide by 2 or 4
+    "untied": ("qwen3", {"vocab_size": 321, "head_dim": 2}),  # 321 rows do not divide; of 4 ranks 2 get none of 2
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {**MOE, **LATENT, "n_group": 2}),

@@ -283,8 +283,7 @@ def fill(parameter: torch.Tensor, source: Source, reader: Reader) -> None:
     region = share(parameter)
     with torch.no_grad():
         if region is not None:
-            if out.numel():
-                source.fill(out, region, reader)
+            source.fill(out, region, reader)
             return
         assert isinstance(parameter, DTensor)
         everything = torch.empty(source.shape, dtype=out.dtype)
