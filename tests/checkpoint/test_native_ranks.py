@@ -185,6 +185,27 @@ def test_adapters_are_saved_resumed_and_exported(tmp_path: Path) -> None:
         assert torch.equal(tensor, weights[name]), name
 
 
+# ---- state in host memory ----
+
+
+def offloaded(rank: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for mode in ("all", "optimizer"):
+        config = Path(folder) / f"{mode}.yaml"
+        config.write_text(f"backend_config: {{cpu_offload: {{enabled: true, mode: {mode}}}}}\n")
+        found[mode] = mesh_runs.saved(rank, f"{folder}/{mode}", ["--tt_config", str(config)], "qwen3")
+    return found
+
+
+def test_offloaded_states_resume_bit_for_bit(tmp_path: Path) -> None:
+    """One process, with everything in host memory behind shards of its own, or the optimizer's state alone."""
+    from test_native_meshes import assert_bit_equal
+
+    (found,) = run_ranks(1, offloaded, str(tmp_path))
+    for run in found.values():
+        assert_bit_equal(run)
+
+
 # ---- a checkpoint of Trainer's own ----
 
 

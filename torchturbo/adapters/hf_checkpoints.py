@@ -23,9 +23,10 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from torchturbo.checkpoint import native
 from torchturbo.checkpoint.background import Background
-from torchturbo.checkpoint.damage import NATIVE, STATE_NAME, is_native, saved_step
+from torchturbo.checkpoint.damage import STATE_NAME, saved_step
 from torchturbo.checkpoint.files import clear_staging, remove, staging_folder
 from torchturbo.checkpoint.hf_export import export
+from torchturbo.checkpoint.layout import NATIVE, is_native
 from torchturbo.checkpoint.record import exports_each, read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import find_checkpoint, format_problem, has_record, resume_flag, resume_problems
 from torchturbo.errors import ConfigError, Problem, fail, shorten

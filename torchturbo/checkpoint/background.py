@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchturbo.checkpoint.damage import NATIVE
 from torchturbo.checkpoint.files import publish_folder, remove
+from torchturbo.checkpoint.layout import NATIVE
 from torchturbo.checkpoint.native import State
 from torchturbo.checkpoint.optimizer_state import write_options
 from torchturbo.checkpoint.transfer import silence, write

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchturbo.checkpoint.fingerprints import READ_BY_A_RESUME, changed_file, is_name
+from torchturbo.checkpoint.layout import NATIVE, OPTIMIZER_NAME, is_native
 from torchturbo.checkpoint.record import MANIFEST_NAME, read_manifest
 from torchturbo.errors import shorten
 
 STATE_NAME = "trainer_state.json"
-NATIVE = "native"
-"""Folder of a checkpoint with the state that a resume reads, in torch.distributed.checkpoint's format."""
-OPTIMIZER_NAME = "optimizer.json"
 RESUMABLE = (STATE_NAME, "scheduler.pt")
 """What a checkpoint must hold, beside the optimizer's state, for the run to go on as it was."""
 OPTIMIZERS = (f"{NATIVE}/{OPTIMIZER_NAME}", "optimizer.pt")
@@ -43,11 +41,6 @@ class Damage(NamedTuple):
 def damage(folder: Path) -> Damage | None:
     """Return the first thing that keeps a checkpoint from being resumed; None where it is whole."""
     return next(_damages(folder), None)
-
-
-def is_native(folder: Path) -> bool:
-    """Return whether a checkpoint holds a native state, whole or not."""
-    return (folder / NATIVE).is_dir()
 
 
 def saved_step(folder: Path) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from torchturbo.checkpoint.damage import OPTIMIZER_NAME
 from torchturbo.checkpoint.files import write_text
+from torchturbo.checkpoint.layout import OPTIMIZER_NAME
 from torchturbo.checkpoint.names import parameter_names
 
 PLAIN = (bool, int, float, str, type(None))

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchturbo.checkpoint.damage import STATE_NAME, damage, is_native
+from torchturbo.checkpoint.damage import STATE_NAME, damage
+from torchturbo.checkpoint.layout import is_native
 from torchturbo.checkpoint.record import (
     CONFIG_NAME,
     DATA_FACTS,
