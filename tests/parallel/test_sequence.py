@@ -15,6 +15,7 @@ from ranks import RankFailed, run_ranks
 from torch import nn
 
 from torchturbo.parallel.all_to_all import exchange
+from torchturbo.parallel.attention_masks import FullMasks
 from torchturbo.parallel.sequence import SequenceParallel, remove
 from torchturbo.parallel.ulysses import NAME
 
@@ -210,3 +211,30 @@ def own_mask(rank: int) -> None:
 def test_an_attention_with_a_mask_of_its_own_is_an_error() -> None:
     with pytest.raises(RankFailed, match="made a mask or a bias of its own"):
         run_ranks(2, own_mask)
+
+
+# ---- masks ----
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
+def test_padding_of_a_ready_mask_sees_itself_and_nobody_sees_it(added: bool) -> None:
+    """A row that sees nothing is NaN in some kernels, and NaN times a weight of zero is NaN again."""
+    given = sequences.ready(4, added=added)["attention_mask"]
+    masks = FullMasks(tiny.model().config, given, torch.arange(16)[None], sequences.LENGTH, 16)
+
+    mask = masks.mask("sdpa", None, torch.zeros(2, 4, 16, 8))
+
+    sees = mask == 0 if added else mask
+    assert torch.equal(sees[..., :13, :13], given == 0 if added else given)
+    assert not sees[..., :13, 13:].any()
+    assert torch.equal(sees[..., 13:, :], torch.eye(16, dtype=torch.bool)[13:].expand(2, 4, 3, 16))
+
+
+def test_masks_are_made_once_for_each_window() -> None:
+    """Layers and recomputed layers get the one that was made."""
+    masks = FullMasks(tiny.model("mistral").config, None, torch.arange(16)[None], 16, 16)
+    query = torch.zeros(2, 4, 16, 8)
+
+    assert masks.mask("sdpa", None, query) is None  # causal attention needs none
+    assert masks.mask("sdpa", 4, query) is masks.mask("sdpa", 4, query)
+    assert masks.mask("sdpa", 4, query) is not masks.mask("sdpa", 5, query)

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     "latent attention": (sequences.mla, sequences.padded(left=False), None),
     "experts": (lambda: sequences.model("qwen3_moe"), sequences.packed(), None),
     "learned positions": (
-        lambda: sequences.model("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=sequences.LENGTH, resid_pdrop=0.0,
+        lambda: sequences.model("gpt2", n_embd=32, n_head=4, n_layer=2, max_position_embeddings=sequences.LENGTH, resid_pdrop=0.0,
                                 attn_pdrop=0.0, embd_pdrop=0.0),
         sequences.batch(),
         None,
