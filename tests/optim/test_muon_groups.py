@@ -151,6 +151,21 @@ def test_experts_of_older_transformers(kind: str, shape: tuple[int, ...], attrib
     assert layout == matrix.fused
 
 
+def test_a_router_that_is_a_plain_linear_layer() -> None:
+    """It stands beside the experts; a gate elsewhere is a matrix like any other."""
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(6, 3), nn.Linear(6, 8)
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.attention = nn.ModuleDict({"gate": nn.Linear(6, 6)})
+
+    names = [matrix.name for matrix in matrices(nn.ModuleList([Sparse()]))]
+
+    assert ["0.up.weight", *(f"0.experts.{at}.weight" for at in range(3)), "0.attention.gate.weight"] == names
+
+
 def test_a_vision_towers_layers_count_too() -> None:
     """Its query, key and value lie in one; what leads out of it is no layer."""
     from transformers import AutoModelForImageTextToText

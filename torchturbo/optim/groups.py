@@ -97,7 +97,7 @@ def _own_matrices(module: nn.Module, name: str, own: str, owner: nn.Module | Non
 
     for attribute, parameter in module.named_parameters(recurse=False):
         full = f"{name}.{attribute}"
-        if min(parameter.shape[-2:], default=0) <= 1 or attribute.endswith("bias"):
+        if min(parameter.shape[-2:], default=0) <= 1:
             continue
         if parameter.ndim == 2 and attribute == "weight" and isinstance(module, nn.Linear | Conv1D):
             yield Matrix(full, parameter, fused_linear(owner, own, parameter))

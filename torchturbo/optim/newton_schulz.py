@@ -7,6 +7,8 @@ steps that ``torch.optim.Muon`` has too. They do not converge to singular values
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,13 +37,16 @@ def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # the smaller Gram matrix
     shape = x.shape
-    x = x.reshape(-1, *shape[-2:])
+    # A product of two matrices is up to a third cheaper than a batch of one, on a CPU in bf16; the bits are the same.
+    single = math.prod(shape[:-2]) == 1
+    x = x.reshape(shape[-2:]) if single else x.reshape(-1, *shape[-2:])
+    add_product = torch.addmm if single else torch.baddbmm
     # Where bf16 is iterated, its norm must not be rounded first: the spectral norm has to stay below 1.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     x = x / norm.clamp(min=EPS).to(x.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.reshape(shape)
     return x.mT if tall else x
