@@ -83,7 +83,7 @@ class FullMasks:
         cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # an older name
         mask = make(View(self.config, said), like, self.given, **{cache: None}, position_ids=self.positions)
         if isinstance(mask, Tensor) and mask.is_floating_point() and query.shape[2] > self.length:
-            # A row of padding on the left sees nothing, and then all keys alike: those of this padding are none of them.
+            # A row of padding on the left sees nothing, and then all keys alike: those added here are none of them.
             mask = mask.clone()
             mask[..., : self.length, self.length :] = -torch.inf
         return mask
