@@ -33,10 +33,12 @@ CASES = {
 }
 
 
-def measured(model: Any, settings: Any, rank: int = 0, world_size: int = 1) -> dict[str, int]:
+def measured(
+    model: Any, settings: Any, rank: int = 0, world_size: int = 1, shape: tuple[int, int] = (ROWS, LENGTH)
+) -> dict[str, int]:
     """Return the bytes by kind at the peak of one real micro-batch, forward and backward."""
     engine = parity.prepared(model, settings, world_size, rank)
-    ids = torch.randint(3, 320, (ROWS, LENGTH), generator=torch.Generator().manual_seed(rank))  # evenly to all experts
+    ids = torch.randint(3, 320, shape, generator=torch.Generator().manual_seed(rank))  # evenly to all experts
     tracker = TensorTracker(model)
     with tracker:
         with engine.autocast():
@@ -62,6 +64,23 @@ def test_one_process_holds_what_was_estimated(case: str) -> None:
     estimate = activations.estimate(model, settings, context, ROWS, LENGTH)
     assert estimate.bytes is not None, estimate.reason
     assert estimate.bytes == pytest.approx(found["activations"] + found["other"], rel=TOLERANCE)
+
+
+def test_gradients_are_no_activations() -> None:
+    """Those of few tokens are far smaller than the weights' own, which are held apart."""
+    found = measured(tiny.model("qwen3_moe"), parity.config(), shape=(1, 4))
+    with torch.device("meta"):
+        model = tiny.model("qwen3_moe")
+    estimate = activations.estimate(model, parity.config(), Context(), 1, 4)
+    assert estimate.bytes == pytest.approx(found["activations"] + found["other"], rel=0.1)
+
+
+def test_it_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that goes through its tokens one by one would take minutes."""
+    monkeypatch.setattr(activations, "PATIENCE", 0)
+    with torch.device("meta"):
+        model = tiny.model("llama")
+    assert (None, "TimeoutError: no end after 0 s") == activations.estimate(model, parity.config(), Context(), 1, 8)
 
 
 SHARDED = [

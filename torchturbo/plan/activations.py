@@ -11,6 +11,7 @@ parallelism, the allocator's gaps.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 HELD = ("activations", "other")
 """Kinds of the tracker that are neither parameters, gradients nor optimizer state."""
 ATTENTION = "turbo_plan"
+PATIENCE = 60
+"""Seconds after which a micro-batch is given up."""
 CHUNK_SIZE = "loss_chunk.chunk_size"
 
 
@@ -70,7 +73,7 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
     if getattr(base.config, "_attn_implementation", None) != "eager":
         AttentionInterface.register(ATTENTION, _attend)  # Transformers makes no mask for a name it does not know
         base.config._attn_implementation = ATTENTION
-    with FakeTensorMode() as mode, _Shapes():  # type: ignore[no-untyped-call]
+    with FakeTensorMode() as mode, _Shapes():
         _make_fake(model, mode, torch.bfloat16 if computes_in_bf16 and context.sharded else None)
         tracker = _Tracker(model)
         probes = _thin_out(model, tracker)
@@ -102,8 +105,12 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
 
 
 class _Tracker(TensorTracker):  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.weights = list(model.parameters())  # before probes hide those of their layers
+
     def settle_gradients(self) -> None:
-        self._settle((weight.grad for weight in self.model.parameters()), "gradients")
+        self._settle((weight.grad for weight in self.weights), "gradients")
 
 
 class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,9 +120,15 @@ class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     matrix product wants bf16, while the CPU's kernel takes any format.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.deadline = time.monotonic() + PATIENCE
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"no end after {PATIENCE} s")  # a layer that goes through its tokens one by one
         if func is torch.ops.aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
         if func is torch.ops.aten._grouped_mm.default:
