@@ -64,7 +64,7 @@ COMPARISONS = (
     Comparison("sp", engine_steps.sequences, 2, None, "step with sp_size 2 over sp_size 1, equal tokens, 2 ranks"),
     Comparison("muon", muon, 2, 1 / engine_muon.LIMIT, "Muon step over torch.optim.Muon on DTensors, 2 ranks"),
     Comparison("save", engine_save.whole, 2, None, "native save over dcp.save, 2 ranks"),
-    Comparison("pause", engine_save.pause, 2, None, "what training waits for over dcp.save, 2 ranks"),
+    Comparison("pause", engine_save.pause, 2, None, "pause of training for a save over dcp.save, 2 ranks"),
     Comparison("export", partial(exports, 2), 2, None, "export over save_pretrained, 2 ranks"),
     Comparison("export_1", partial(exports, 1), 1, None, "export over save_pretrained, 1 rank"),
 )

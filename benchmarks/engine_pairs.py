@@ -25,8 +25,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torchturbo.runtime import Runtime, current_runtime
 
-WARM_UP = 3
-"""Rounds before the first that counts: allocators, caches of kernels, the optimizer's state."""
+WARM_UP = 2
+"""Rounds of each start before the first that counts: allocators, caches of kernels, the optimizer's state."""
+STARTS = 4
+"""Times that the programs are started anew."""
 PATIENCE = 600.0
 """Seconds that a step or the start of a program may take."""
 CONFIDENCE = 0.95
@@ -141,8 +143,13 @@ def turn_order(rounds: int) -> Iterable[tuple[int, int]]:
         yield (0, 1) if at % 2 == 0 else (1, 0)
 
 
-def measure(first: Side, second: Side, rounds: int, device: str, warm_up: int = WARM_UP) -> tuple[Measured, Measured]:
+def measure(
+    first: Side, second: Side, rounds: int, device: str, warm_up: int = WARM_UP, starts: int = STARTS
+) -> tuple[Measured, Measured]:
     """Run a pair and return what each cost.
+
+    The rounds are shared out over several starts of both programs: where a process's memory happens to lie makes all of
+    its steps a little faster or slower, and more rounds of the same two processes would not show that.
 
     Raises
     ------
@@ -151,6 +158,27 @@ def measure(first: Side, second: Side, rounds: int, device: str, warm_up: int = 
 
     """
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")  # an idle thread then takes no CPU time
+    found = [_measure_once(first, second, share, device, warm_up) for share in shares(rounds, starts)]
+    own, other = zip(*found, strict=True)
+    return joined(own), joined(other)
+
+
+def shares(rounds: int, starts: int) -> list[int]:
+    """Return how many rounds each start gets: as equal as can be, and none without a round."""
+    starts = min(starts, rounds)
+    return [rounds // starts + (at < rounds % starts) for at in range(starts)]
+
+
+def joined(parts: Sequence[Measured]) -> Measured:
+    """Return several starts of one program as one: all steps, and for each rank the start that needed most memory."""
+    ranks = zip(*(zip(part.peaks, part.floors, strict=True) for part in parts), strict=True)
+    most = [max(figures, key=lambda figure: figure[0] - figure[1]) for figures in ranks]
+    return Measured(
+        [step for part in parts for step in part.steps], [peak for peak, _ in most], [floor for _, floor in most]
+    )
+
+
+def _measure_once(first: Side, second: Side, rounds: int, device: str, warm_up: int) -> tuple[Measured, Measured]:
     programs = [_Program(side, rounds + warm_up, device) for side in (first, second)]
     try:
         for program in programs:

@@ -1,8 +1,8 @@
 """Saving as the engine does it against ``torch.distributed.checkpoint.save`` of the same model and AdamW, on two ranks.
 
 Both write the same tensors, each rank its own shards. What the engine adds are checks of its own: plain values in
-``optimizer.json`` instead of pickles, one answer for all ranks. Beside the whole of a save stands what training waits
-for: a checkpoint is copied to host memory and written in the background, so the copy is the pause.
+``optimizer.json`` instead of pickles, one answer for all ranks. Beside it stands what training waits for: during a run
+a checkpoint is copied to host memory and written in the background, so the copy is the pause.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def pause() -> tuple[Side, Side]:
 
 
 def save_ours(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
-    """Save by the engine until the files are there: the copy to host memory, and what is written of it."""
+    """Save by the engine until the files are there."""
     group = dist.new_group(backend="gloo")  # as in a run, where another thread writes
 
     def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        native.save(native.snapshot(native.capture(model, optimizer)), folder, group)
+        native.save(native.capture(model, optimizer), folder, group)
 
     _repeat(turns, settings, save)
 
 
 def save_pause(rank: int, turns: Turns, settings: dict[str, Any]) -> None:
-    """Take the copy that the engine writes in the background."""
+    """Take the copy that the engine then writes in the background."""
 
     def copy(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         native.snapshot(native.capture(model, optimizer))

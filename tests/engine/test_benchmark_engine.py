@@ -142,6 +142,14 @@ def test_memory_is_that_of_the_rank_that_needs_most_over_its_floor() -> None:
     assert 70 == measured(1.0, peaks=(100, 90), floors=(40, 20)).own
 
 
+def test_rounds_are_shared_out_over_the_starts_and_joined_again() -> None:
+    assert [5, 5, 5, 5] == pairs.shares(20, 4)
+    assert [3, 2, 2] == pairs.shares(7, 3)
+    assert [1, 1] == pairs.shares(2, 4)
+    parts = [measured(1, 2, peaks=(50, 90), floors=(10, 60)), measured(3, peaks=(60, 80), floors=(30, 10))]
+    assert measured(1, 2, 3, peaks=(50, 80), floors=(10, 10)) == pairs.joined(parts)
+
+
 def test_every_figure_is_in_the_json() -> None:
     found = result(1.05, measured(2, 4), measured(1, 2))
     figures: dict[str, Any] = json.loads(benchmark.as_json([found]))["name"]
