@@ -93,9 +93,6 @@ def export(
         If a rank can't write its part: what kept it from it. On that rank itself the error that was met.
 
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass without gradients the root's parameters are whole and plain
     if _has_adapters(model):
         _export_adapters(model, folder, saved_dtypes)
         return

@@ -64,7 +64,10 @@ class _Group:
 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and persistent buffers by name, tied ones under each of their names."""
+    """Return a model's parameters and persistent buffers by name, tied ones under each of their names.
+
+    Parameters that FSDP2 left whole after a forward pass are shards again: its hooks on ``state_dict`` see to that.
+    """
     kept = model.state_dict(keep_vars=True)
     return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
 
