@@ -154,6 +154,18 @@ def test_only_those_that_live_there_move() -> None:
     )
 
 
+def test_what_has_no_gradient_stays() -> None:
+    """Nothing is done with its state, so nothing is moved for it."""
+    model, device = tiny.model("llama"), Device()
+    optimizer = offloaded(adamw(model), config(), device)
+    train(model, optimizer, steps=1)
+    device.moves.clear()
+    model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
+    optimizer.step()
+
+    assert [("device", 128)] * 2 + [("host", 128)] * 2 == device.moves
+
+
 def test_host_memory_is_used_again() -> None:
     """Page-locked memory is dear to get: the state goes back to where it came from."""
     model = tiny.model("llama")

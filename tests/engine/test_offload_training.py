@@ -18,6 +18,7 @@ from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.engine.backends.fsdp2 import host_state
 from torchturbo.engine.backends.fsdp2.host_state import HostStateOptimizer
 from torchturbo.engine.backends.fsdp2.offload import offloaded
+from torchturbo.engine.steps import mesh
 from torchturbo.parallel.mesh import Meshes, MeshPlan
 from torchturbo.runtime.cuda import CudaRuntime
 from torchturbo.train.batches import Collator
@@ -118,8 +119,8 @@ def own_groups(rank: int) -> list[tuple[bool, str]]:
     default = torch.distributed.group.WORLD
     found = []
     for meshes in (Meshes.build(plan, "cpu"), Meshes.build(plan, "cpu", "cpu:gloo")):
-        for mesh in (meshes.fsdp, meshes.ep):
-            group = mesh.get_group()
+        for one in (meshes.fsdp, meshes.ep):
+            group = one.get_group()
             found.append((group is default, group._get_backend(torch.device("cpu")).name()))
     return found
 
@@ -129,6 +130,24 @@ def test_the_groups_of_parameters_can_have_backends_of_their_own() -> None:
     for found in run_ranks(2, own_groups):
         assert {"gloo"} == {name for _, name in found}
         assert [True, True, False, False] == [default for default, _ in found]
+
+
+def groups_of_an_engine(rank: int, settings: Any) -> list[bool]:
+    asked: list[tuple[Any, str]] = []
+
+    def backend(config: Any, runtime: Any) -> str:
+        asked.append((config.backend_config.cpu_offload.mode, runtime.device_type))
+        return "cpu:gloo"
+
+    mesh.mesh_backend = backend  # type: ignore[assignment]
+    engine = parity.prepared(tiny.model(), settings, 2, rank)
+    assert asked == [("all", "cpu")]
+    return [one.get_group() is torch.distributed.group.WORLD for one in (engine.context.meshes.fsdp,)]
+
+
+def test_an_engine_asks_for_them() -> None:
+    """By its configuration and its device."""
+    assert [[False]] * 2 == run_ranks(2, groups_of_an_engine, config("all"))
 
 
 # ---- on a device ----
