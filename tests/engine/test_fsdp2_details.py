@@ -172,7 +172,7 @@ def test_units_of_a_model() -> None:
             ["model.layers.1.mlp.experts"],
         ]
         assert (units.embeddings is None) == tied
-        assert list(units)[-1] is model
+        assert list(units.modules())[-1] is model
 
 
 def test_units_inside_a_peft_model() -> None:

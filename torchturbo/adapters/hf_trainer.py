@@ -121,7 +121,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
             self._start_engine()
             if self.model is not None:
                 self.turbo.prepare(self.model)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
@@ -282,7 +282,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
         """Predict one batch; rows that only fill up the last round of ranks count in no mean."""
         if (normaliser := self.turbo.context.normaliser) is not None and normaliser.evaluation is not None:
             normaliser.evaluation.real_rows = self._real_rows(find_batch_size(inputs) or 0)
-        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _real_rows(self, rows: int) -> int | None:
         """Return how many rows of this rank's batch belong to the dataset; None where all do.

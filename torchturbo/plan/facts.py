@@ -64,7 +64,7 @@ def facts_of(model: nn.Module, context: Context) -> Facts:
 def _unit_of_parameters(units: Units, names: dict[int, str]) -> dict[int, str]:
     """Return the unit of each parameter, by its identity; the first that is sharded takes it."""
     found: dict[int, str] = {}
-    for module in units:
+    for module in units.modules():
         name = "" if module is units.root else names[id(module)]
         for parameter in module.parameters():
             found.setdefault(id(parameter), name)

@@ -23,7 +23,8 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if not context.sharded:
         return
     if not dist.is_initialized():  # one process whose parameters are offloaded
-        dist.init_process_group(context.runtime.distributed_backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it
+        dist.init_process_group(context.runtime.distributed_backend, store=store, rank=0, world_size=1)
     backend = mesh_backend(config, context.runtime)
     context.meshes = Meshes.build(context.plan, context.runtime.device_type, backend)
     if context.world_size > 1:

@@ -43,16 +43,15 @@ def shard(units: Units, meshes: Meshes, config: EngineConfig, runtime: Runtime, 
         "mp_policy": mixed_precision(config.mixed_precision),
         "offload_policy": offload_policy(config, runtime),
     }
+    expert_settings = settings | {"shard_placement_fn": expert_placement(meshes)}
     experts = {id(module) for layer in units.layers for _, module in layer.experts}
-    for unit in units:
+    for unit in units.modules():
         is_root = unit is units.root
-        placement = {"shard_placement_fn": expert_placement(meshes)} if id(unit) in experts else {}
         fully_shard(
             unit,
             mesh=meshes.ep_fsdp if id(unit) in experts and meshes.plan.ep_size > 1 else meshes.fsdp,
             reshard_after_forward=backend.reshard_after_forward and not is_root,
-            **placement,
-            **settings,
+            **(expert_settings if id(unit) in experts else settings),
         )
     for module in units.root.modules():
         if isinstance(module, FSDPModule):

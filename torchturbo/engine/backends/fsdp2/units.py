@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,7 +38,8 @@ class LayerUnit(NamedTuple):
     """Name and module of each set of experts inside the layer."""
 
 
-class Units(NamedTuple):
+@dataclass(frozen=True)
+class Units:
     """All units of a model."""
 
     root: nn.Module
@@ -46,7 +48,7 @@ class Units(NamedTuple):
     embeddings: nn.Module | None
     """The input embeddings, where nothing else shares their weight."""
 
-    def __iter__(self) -> Iterator[nn.Module]:  # type: ignore[override]
+    def modules(self) -> Iterator[nn.Module]:
         """Yield every module in the order in which it has to be sharded: what is inside first."""
         for layer in self.layers:
             yield from (module for _, module in layer.experts)
@@ -76,7 +78,7 @@ def find_units(model: nn.Module) -> Units:
 
 def _always_reached(model: nn.Module) -> Callable[[str], bool]:
     """Return whether every batch passes through a layer, by the layer's name."""
-    base = base_model(model)
+    base: Any = base_model(model)
     prefixes = [name for name, module in model.named_modules() if module is base]
     prefix = f"{prefixes[0]}." if prefixes and prefixes[0] else ""
     parts, config = parts_of(base), getattr(base, "config", None)
