@@ -191,3 +191,31 @@ def test_with_the_final_export_alone_a_checkpoint_holds_what_a_resume_needs(tmp_
     again = mesh_runs.trainer(f"{tmp_path}-again", words, "qwen3", max_steps=2)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert mesh_runs.history(made) == mesh_runs.history(again)
+
+
+def test_what_is_pushed_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload goes on from the folder it was begun in, so that one has its name and its state from the start."""
+    from transformers import Trainer
+
+    pushed: dict[str, bool] = {}
+
+    def push(self: Any, folder: str) -> None:
+        native.load_model(self.model, Path(folder) / "native")
+        pushed[Path(folder).name] = (Path(folder) / "model.safetensors").is_file()
+
+    for name, function in (("_push_from_checkpoint", push), ("init_hf_repo", None), ("_finish_current_push", None)):
+        monkeypatch.setattr(Trainer, name, function or (lambda self, *args, **kwargs: None))
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=2, push_to_hub=True).train()
+    assert {"checkpoint-1": True, "checkpoint-2": True} == pushed
+    assert all(damage(tmp_path / name) is None for name in pushed)
+
+
+def test_random_states_of_other_ranks_are_told_once(tmp_path: Path, logged: list[str]) -> None:
+    """Nothing else shows that dropout draws differ."""
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=1).train()
+    record = tmp_path / "checkpoint-1" / "torchturbo_run.json"
+    record.write_text(record.read_text().replace('"world_size": 1', '"world_size": 2'))
+    again = mesh_runs.trainer(f"{tmp_path}-again", ["--tt_resume_allow", "max_steps"], "qwen3", max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    told = [line for line in logged if "holds the random states of 2 ranks, this run has 1" in line]
+    assert 1 == len(told), logged

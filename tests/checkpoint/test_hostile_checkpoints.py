@@ -124,6 +124,18 @@ def test_without_a_record_a_spoilt_file_is_named_by_its_shape(name: str, spoiler
     assert found.message.startswith(f"{name} ")
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "model.safetensors", "trainer_state.json"])
+@pytest.mark.parametrize("spoiler", ["empty", "cut off", "garbage"])
+def test_a_spoilt_file_of_trainers_is_named(name: str, spoiler: str, out: Path) -> None:
+    """A checkpoint that Trainer itself wrote, by its shape."""
+    folder = by_trainer(out / "checkpoint-3")
+    assert damage(folder) is None
+    SPOILERS[spoiler](folder / name)
+    found = damage(folder)
+    assert found is not None
+    assert found.message.startswith(f"{name} ")
+
+
 @pytest.mark.parametrize("name", FILES[:-1])
 def test_a_file_of_another_step_is_found(name: str, out: Path) -> None:
     """Same size, same shape, another checkpoint's contents."""

@@ -70,7 +70,7 @@ class CheckpointMixin:
 
     _staged: Path | None = None
     _resuming: bool = False
-    _in_checkpoint: bool = False
+    _in_checkpoint: Path | None = None
     _told_of_draws: bool = False
     _allowed: Mapping[str, Any] = {}
     _writing: Background | None = None
@@ -233,7 +233,7 @@ class CheckpointMixin:
         It is saved with the key-value cache it came with: training goes without, generating should not.
         """
         folder = Path(output_dir or self.args.output_dir)
-        if self._in_checkpoint and not (exports_each(self.turbo.config) or self.args.save_only_model):
+        if folder == self._in_checkpoint and not (exports_each(self.turbo.config) or self.args.save_only_model):
             folder.mkdir(parents=True, exist_ok=True)
             return
         with self.turbo.cache_as_found(self.model):
@@ -281,27 +281,27 @@ class CheckpointMixin:
         """
         with self.turbo.context.hooks.aside():
             self._checkpoints.finish()
-            self._in_checkpoint = True
+            run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+            # Uploads go on in the background from the folder they were started in.
+            self._in_checkpoint = (run_dir if self.args.push_to_hub else staging_folder(run_dir)) / name
             try:
-                if self.args.push_to_hub:  # uploads go on in the background from the folder they were started in
-                    self._save_in_place(model, trial)
+                if self.args.push_to_hub:
+                    self._save_in_place(model, trial, self._in_checkpoint)
                 else:
-                    self._save_staged(model, trial)
+                    self._save_staged(model, trial, self._in_checkpoint, run_dir)
             finally:
-                self._in_checkpoint = False
+                self._in_checkpoint = None
 
-    def _save_in_place(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+    def _save_in_place(self, model: Any, trial: Any, folder: Path) -> None:
         with together("saving the checkpoint"):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if self.args.save_only_model:
+                native.save(native.capture(self.model, None), folder / NATIVE, self._checkpoints.group)
             self.turbo.context.hooks.call("save_checkpoint", folder)
             if self.args.should_save:
                 write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
 
-    def _save_staged(self, model: Any, trial: Any) -> None:
-        run_dir = Path(self._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        staged = staging_folder(run_dir) / name
+    def _save_staged(self, model: Any, trial: Any, staged: Path, run_dir: Path) -> None:
         self._staged = staged.parent
         try:
             with together("saving the checkpoint"):  # one rank's full disk ends all of them
@@ -321,7 +321,7 @@ class CheckpointMixin:
             self._staged = None
         self._correct_best(staged.parent, run_dir)
         record = functools.partial(write_record, staged, self.turbo.config, self.turbo_run(), self.state.global_step)
-        self._checkpoints.start(state, staged, run_dir / name, record, functools.partial(self._rotate, run_dir))
+        self._checkpoints.start(state, staged, run_dir / staged.name, record, functools.partial(self._rotate, run_dir))
         if self._somebody_looks():
             self._checkpoints.finish()
 
