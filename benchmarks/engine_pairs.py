@@ -256,7 +256,9 @@ class _Program:
         return sum(costs) if self.device == "cpu" else max(costs)
 
     def close(self) -> None:
-        """End the processes: those that are not done have lost their parent's interest."""
+        """End the processes: one that still waits for its turn finds its pipe closed."""
+        for pipe in self.pipes:
+            pipe.close()
         for process in self.processes:
             process.join(10.0)
             process.kill()

@@ -138,6 +138,19 @@ def test_waiting_for_a_turn_costs_nothing() -> None:
     assert parent.recv()[1] < 0.05
 
 
+@pytest.mark.parametrize("ending", ["failed", "gone"])
+def test_a_rank_that_fails_is_named(ending: str) -> None:
+    mine, theirs = Pipe()
+    if ending == "failed":
+        theirs.send(("failed", "Traceback: no such model"))
+    theirs.close()
+    program = object.__new__(pairs._Program)
+    program.side, program.pipes = pairs.Side("the loop", lambda *_: None, 1, {}), [mine]
+    with pytest.raises(RuntimeError, match="(?s)the loop, rank 0: .*(no such model|the process is gone)") as raised:
+        program.expect("step")
+    assert ("no such model" in str(raised.value)) == (ending == "failed")
+
+
 def test_memory_is_that_of_the_rank_that_needs_most_over_its_floor() -> None:
     assert 70 == measured(1.0, peaks=(100, 90), floors=(40, 20)).own
 
