@@ -114,6 +114,20 @@ def test_without_ranks_it_writes_what_save_pretrained_writes(model: Any, tmp_pat
     assert same_files(tmp_path / "one", tmp_path / "two")
 
 
+def test_a_model_made_in_code_gets_no_prefix_that_a_checkpoint_would_have_lost(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import PrefixChange
+
+    wrapped = [PrefixChange(prefix_to_remove="wrapped")]
+    monkeypatch.setattr(hf_export, "get_model_conversion_mapping", lambda model, add_legacy: wrapped)
+    export(model, tmp_path, saved_dtypes={})
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys() - {"lm_head.weight"}
+    model._weight_conversions = wrapped  # this one was loaded so
+    export(model, tmp_path, saved_dtypes={})
+    assert all(name.startswith("wrapped.") for name in load_file(tmp_path / "model.safetensors"))
+
+
 def test_formats_are_each_tensors_own_and_the_configuration_names_the_most_common(model: Any, tmp_path: Path) -> None:
     formats = dict.fromkeys(model.state_dict(), torch.bfloat16) | {"model.norm.weight": torch.float32}
     export(model, tmp_path, saved_dtypes=formats)
