@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import parity
 import pytest
 import tiny
+import tiny_vlm
 import torch
 from ranks import run_ranks
 
@@ -127,3 +128,19 @@ def test_one_process_holds_everything() -> None:
     numel = sum(parameter.numel() for parameter in model.parameters())
     tensors = sum(1 for _ in model.parameters())
     assert planned_bytes(case, 1, 0) == (4 * numel, 4 * numel, 8 * numel + 4 * tensors)
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    """By the run's own freeze policy."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        config = parity.config(freeze_policy={"vision_tower": True}, mixed_precision=precision)
+        model = tiny_vlm.model("llava")
+        frozen = sum(p.numel() for name, p in model.named_parameters() if "vision_tower" in name)
+        context = Context(world_size=2)
+        Engine(config, context)
+        facts = settled_facts(model.to("meta"), config, context)
+        assert frozen == facts.parameters - facts.trained > 0
+        found[precision] = parameter_bytes(facts.weights)
+        assert gradient_bytes(facts.weights) == sum(4 * weight.padded for weight in facts.weights if weight.trained)
+    assert found["fp32"] == found["bf16"]  # the command reads every weight in fp32

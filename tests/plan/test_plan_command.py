@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -221,7 +222,16 @@ def test_a_shell_inside_a_launch_waits_for_nobody(plan: Run, models: Path, monke
     """With the variables of torchrun around, TrainingArguments would join its process group."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    from torchturbo.plan import training
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
+        return make_training_arguments(*args, **kwargs)
+
+    make_training_arguments = training.make_training_arguments
+    monkeypatch.setattr(training, "make_training_arguments", make)
     assert 0 == plan("--world_size", 2, "--model", models / "config").status
+    assert "8" == os.environ["WORLD_SIZE"]
 
 
 # ---- advice ----
