@@ -232,10 +232,9 @@ def test_what_accelerate_launch_leaves_in_the_environment(name: str, bad: str, h
 def test_keys_without_a_feature_are_refused_with_everything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three sources, three lines."""
+    """Those of several places, a line each."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("TORCH_TURBO_SP_SIZE", "2")
-    words("--tt_enable_mtp")
+    words("--tt_enable_mtp", "--tt_moe_aux_loss_coeff", "0.5")
     args = arguments(tmp_path)
     args.bf16_full_eval = True
 
@@ -245,7 +244,7 @@ def test_keys_without_a_feature_are_refused_with_everything_else(
     lines = capsys.readouterr().err
     for part in (
         "ACCELERATE_USE_FSDP",
-        "TORCH_TURBO_SP_SIZE: parallel_plan.sp_size",
+        "--tt_moe_aux_loss_coeff: moe.aux_loss_coeff",
         "--tt_enable_mtp: mtp.enabled",
         "bf16_full_eval",
     ):
