@@ -94,6 +94,18 @@ def test_tensors_that_the_model_has_no_place_for_are_left_out(moe: Path) -> None
     assert source.recipes(model).unexpected == ["extra"]
 
 
+def test_adapters_on_a_model_without_weights_are_refused(tied: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(families.empty(tied), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError) as raised:
+        WeightSource.find(str(tied)).load(model)
+    assert str(raised.value) == (
+        f"{tied}: can't be read into a model that got adapters while it had no weights; "
+        "read the weights with from_pretrained before it gets them"
+    )
+
+
 # ---- ties ----
 
 

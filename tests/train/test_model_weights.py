@@ -47,6 +47,15 @@ def test_with_a_source_the_model_has_no_memory_and_all_else_of_from_pretrained(
     assert "warning" not in capsys.readouterr().err.lower()
 
 
+def test_a_head_that_the_files_hold_too_is_tied(tmp_path: Path) -> None:
+    tiny.model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = loaded(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_the_source_knows_the_checkpoints_formats_without_safetensors_too(folder: Path) -> None:
     model, source = loaded(folder)
     assert set(source.dtypes(model).values()) == {torch.bfloat16}

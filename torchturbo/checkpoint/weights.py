@@ -102,6 +102,9 @@ class WeightSource:
     def problems(self, model: nn.Module) -> list[Problem]:
         """Return what keeps these weights from being the model's, all at once; reads no tensor."""
         base, problems = base_model(model), []
+        if base is not model and next(base.parameters()).is_meta:
+            message = "can't be read into a model that got adapters while it had no weights"
+            return [Problem(self.name, "", message, "read the weights with from_pretrained before it gets them")]
         recipes, expected = self.recipes(base), state(base)
         if missing := _missing(base, recipes):
             message = f"lacks {len(missing)} of the model's weights: {_listed(missing)}"
@@ -151,7 +154,7 @@ class WeightSource:
         """
         base = base_model(model)
         with together("reading the weights"):
-            if problems := self.problems(base):
+            if problems := self.problems(model):
                 raise ConfigError(problems)
             device = device or _device(base)
             _materialise(base, torch.device("cpu") if offloaded else device, device)
