@@ -76,8 +76,10 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 def states(made: Any) -> dict[str, Tensor]:
     """Return everything a trainer's native state would hold, gathered. A collective."""
+    from torchturbo.checkpoint.names import reshard
     from torchturbo.checkpoint.native import capture
 
+    reshard(made.model)
     optimizer = getattr(made.optimizer, "optimizer", made.optimizer)
     state = capture(made.model, optimizer)
     return {f"{part}.{name}": whole(value) for part, found in state.tensors.items() for name, value in found.items()}

@@ -90,3 +90,10 @@ def test_a_run_whose_rows_are_missing_on_one_rank(tmp_path: Path) -> None:
     assert silent == ""
     assert not (tmp_path / "out").exists()
     assert time.monotonic() - before < 60
+
+
+def test_a_block_inside_another_prints_its_error_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is every rank's already, and the blocks around it hand it on."""
+    with pytest.raises(ConfigError), together("outside"), together("inside"):
+        raise ConfigError([Problem("here", "", "is wrong")])
+    assert "error: here: is wrong\n" == capsys.readouterr().err
