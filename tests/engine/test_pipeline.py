@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from ranks import run_ranks
+from transformers import TrainingArguments
 
 from torchturbo.adapters import base
 from torchturbo.checkpoint.resume import allowed_changes
@@ -86,12 +87,15 @@ def test_the_launch_reads_every_key_it_claims(tmp_path: Path) -> None:
     """The same for what is consumed beside the model; the file's path is read from the arguments."""
     seen: set[str] = set()
     recorded: Any = Recorder(config("--tt_gbs", "2"), seen)
+    training = TrainingArguments(str(tmp_path), use_cpu=True)
     calls = {
         "configuration": lambda function: function(Recorder(TorchTurboArgs(), seen)),
         "logging": lambda function: function(recorded),
         "batch": lambda function: function(recorded, 1, 1, 2),
         "backend": lambda function: function(recorded, 2),
         "cpu offload": lambda function: function(torch.optim.SGD([torch.zeros(1)]), recorded, current_runtime()),
+        "optimizer": lambda function: function(tiny.model(), training, recorded, (), current_runtime()),
+        "checkpoints": lambda function: function(recorded),
         "resume": lambda function: function(recorded),
         "plugins": lambda function: function(recorded, "hf_trainer"),
     }
