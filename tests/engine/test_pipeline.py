@@ -170,7 +170,9 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the pipeline and those the adapter found itself, in one error."""
     from torchturbo.errors import ConfigError, Problem
 
-    args = parse_torchturbo_args(["--tt_enable_mtp", "--tt_moe_aux_loss_coeff", "0.5", "--tt_moe_z_loss_coeff", "0.1"])[0]
+    args = parse_torchturbo_args(["--tt_enable_mtp", "--tt_moe_aux_loss_coeff", "0.5", "--tt_moe_z_loss_coeff", "0.1"])[
+        0
+    ]
 
     with pytest.raises(ConfigError) as caught:
         base.checked_config(merge_args(args), [Problem("--fp16", "", "no")])

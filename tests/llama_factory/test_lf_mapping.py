@@ -177,7 +177,9 @@ def test_keys_that_have_no_place_beside_a_switch(name: str, path: str, reason: s
     }[path]
     flag = words[0]
     merged = merge_args(parse_torchturbo_args(words)[0], environ={})
-    value = {"label_smoothing_factor": 0.1, "loraplus_lr_ratio": 16.0, "optim": "sgd", "optim_args": "a=1"}.get(name, True)
+    value = {"label_smoothing_factor": 0.1, "loraplus_lr_ratio": 16.0, "optim": "sgd", "optim_args": "a=1"}.get(
+        name, True
+    )
     (problem,) = key_clashes(said(**{name: value}), merged.settings)
     assert f"train.yaml:1:1: {name}" == problem.place
     assert f"({path}: {flag})" in problem.message

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import stand_ins
 import tiny
 import torch
+from ranks import run_ranks
 from stand_ins import Device
 
 from torchturbo.ops import policy, switches
@@ -110,6 +112,25 @@ def test_float32_outside_autocast_attends_as_before(seen: list[torch.dtype]) -> 
     assert [torch.bfloat16] * 2 == seen
     model.bfloat16()(ids)
     assert [torch.bfloat16] * 4 == seen
+
+
+def in_a_sharded_run(rank: int) -> bool:
+    """Return whether attention stays switched while the parameters of a bf16 run are sharded, in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    attention = torch.nn.Linear(4, 4)
+    sharded = distribute_tensor(attention.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    attention.weight = torch.nn.Parameter(sharded)
+    removed: list[str] = []
+    outside = switches.OutsideAutocast(attention, [SimpleNamespace(remove=lambda: removed.append("before"))], [])
+    outside.enter(attention, ())
+    return not removed
+
+
+def test_a_sharded_run_computes_in_its_own_format() -> None:
+    """Nothing autocasts there: parameters are gathered in bf16."""
+    assert run_ranks(2, in_a_sharded_run) == [True, True]
 
 
 def test_an_error_in_the_forward_leaves_the_switch_on(seen: list[torch.dtype]) -> None:

@@ -104,7 +104,8 @@ class DataMixin:
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
         if isinstance(prepared, DataLoaderDispatcher):  # it asks the launch which rank it is
-            prepared.state = View(prepared.state, {"num_processes": ranks, "process_index": index})
+            state: Any = View(prepared.state, {"num_processes": ranks, "process_index": index})  # pyright: ignore
+            prepared.state = state
         accelerator._dataloaders.append(prepared)
         return prepared
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ class Background:
         if self.world_size == 1:
             return None
         if self._groups is None:
-            self._groups = (dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+            made: Any = (dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+            self._groups = made
         return self._groups
 
     def start(

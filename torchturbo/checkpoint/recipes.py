@@ -88,7 +88,7 @@ def find_recipes(model: nn.Module, stored: Mapping[str, Stored]) -> Recipes:
 
 
 def _grouped(
-    model: nn.Module, expected: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], unexpected: list[str]
+    model: Any, expected: dict[str, torch.Tensor], stored: Mapping[str, Stored], unexpected: list[str]
 ) -> dict[str, _Group]:
     """Sort the file's tensors by the model's tensor that they go into, the first of several."""
     transforms = get_model_conversion_mapping(model)
@@ -110,9 +110,7 @@ def _grouped(
     return groups
 
 
-def _convert(
-    model: nn.Module, first: str, group: _Group, tensor: Callable[[str], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _convert(model: Any, first: str, group: _Group, tensor: Callable[[str], Any]) -> dict[str, torch.Tensor]:
     if group.converter is None:
         return {first: tensor(_only(group))}
     converter = deepcopy(group.converter)

@@ -101,10 +101,12 @@ class Source(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its whole shape."""
+        ...
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors in the files that it is made of."""
+        ...
 
     def fill(self, out: torch.Tensor, region: Region, reader: Reader) -> None:
         """Copy a region into ``out``, a tensor of that region's shape in whatever format and on whatever device."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from torchturbo.checkpoint.recipes import Recipes, find_recipes, state
 from torchturbo.checkpoint.slices import Reader, Source, Stored, fill, headers
@@ -67,7 +67,8 @@ class WeightSource:
         if single := cached_file(name, SAFE_WEIGHTS_NAME, **ask):
             files = [single]
         elif index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **ask):
-            files, _ = get_checkpoint_shard_files(name, index, revision=revision)
+            shards: Any = get_checkpoint_shard_files(name, index, revision=revision)[0]
+            files = list(shards)
         return cls(name, tuple(map(Path, files)), dtype)
 
     @cached_property

@@ -112,7 +112,7 @@ def _set(
 ) -> list[Problem]:
     if name not in values and not isinstance(getattr(options, dest), str):
         return []
-    text = values.get(name, getattr(options, dest))
+    text = values[name] if name in values else str(getattr(options, dest))
     try:
         setattr(options, dest, read(text))
     except ValueError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchturbo.ops.replace import Handle, remove_all, replace_forward
 
@@ -54,6 +55,8 @@ class OutsideAutocast:
     def enter(self, body: nn.Module, args: Any) -> None:
         """Switch back for this forward if nothing will cast its heads: Transformers casts them to a layer's format."""
         weight = next(layer for layer in self.attention.modules() if isinstance(layer, nn.Linear)).weight
+        if isinstance(weight, DTensor):
+            return  # sharded: it is gathered in the format of the run, which nothing else casts to
         if weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type):
             remove_all(self.before)
 

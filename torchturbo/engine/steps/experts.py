@@ -101,6 +101,7 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         fail(problems)
     dispatcher = DISPATCHERS[config.moe.token_dispatcher]
     found = [module for module in fused.find_experts(model).values() if module not in DIVIDED]
+    experts = 0
     for module in found:
         experts = fused.number_of_experts(module)
         forward = dispatched(module, experts, context.meshes.ep.get_group(), dispatcher)

@@ -39,11 +39,11 @@ def shard(units: Units, meshes: Meshes, config: EngineConfig, runtime: Runtime, 
 
     """
     backend = config.backend_config
-    settings: dict[str, Any] = {
+    settings: Any = {
         "mp_policy": mixed_precision(config.mixed_precision),
         "offload_policy": offload_policy(config, runtime),
     }
-    expert_settings = settings | {"shard_placement_fn": expert_placement(meshes)}
+    expert_settings: Any = settings | {"shard_placement_fn": expert_placement(meshes)}
     experts = {id(module) for layer in units.layers for _, module in layer.experts}
     for unit in units.modules():
         is_root = unit is units.root
