@@ -211,7 +211,7 @@ LAYOUT_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "by_hand"), LAYOUT_CASES, ids=str)
+@pytest.mark.parametrize(("layout", "by_hand"), LAYOUT_CASES, ids=[str(layout) for layout, _ in LAYOUT_CASES])
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["matrix", "experts"])
 def test_fused_maps_are_orthogonalised_apart(layout: Fused, by_hand: Any, batch: tuple[int, ...]) -> None:
     """Each with the scale of its own shape, and back in its place."""
