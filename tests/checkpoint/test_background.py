@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from torchturbo.adapters import hf_checkpoints
 from torchturbo.checkpoint import background, native
+from torchturbo.checkpoint.claims import LOCK
 from torchturbo.checkpoint.damage import damage
-from torchturbo.checkpoint.files import STAGING
+from torchturbo.checkpoint.files import STAGING, clear_staging, remove
 from torchturbo.errors import ConfigError
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
@@ -144,6 +146,71 @@ def test_an_error_and_a_save_that_fails_leave_the_error(
     assert [] == listing(tmp_path)
     assert not list((tmp_path / STAGING).glob("*"))
     assert any("checkpoint-2 is not saved: " in line and "No space left" in line for line in logged), logged
+
+
+@pytest.mark.parametrize("moment", ["before it is written", "before its record", "before it gets its name"])
+def test_a_checkpoint_that_lost_files_does_not_take_the_place_of_a_whole_one(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit of one the whole one would go for it."""
+    write, settle = background.write, background._settle
+
+    def written(tensors: Any, folder: Path, group: Any) -> None:
+        second = folder.parent.name == "checkpoint-2"
+        if second and moment == "before it is written":
+            remove(tmp_path / STAGING)  # as a run does that shares no locks with this one
+        write(tensors, folder, group)
+        if second and moment == "before its record":
+            next(folder.glob("*.distcp")).unlink()
+
+    def hold(saving: Any) -> None:
+        settle(saving)
+        if saving.place.name == "checkpoint-2" and moment == "before it gets its name":
+            (saving.staged / "scheduler.pt").unlink()
+
+    monkeypatch.setattr(background, "write", written)
+    monkeypatch.setattr(background, "_settle", hold)
+    made = mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=3, save_total_limit=1)
+    with pytest.raises(ConfigError) as caught:
+        made.train()
+    assert f"{tmp_path / 'checkpoint-2'}: can't be saved: " in str(caught.value)
+    assert "another process removed them" in str(caught.value)
+    assert "give each run an output_dir of its own" in str(caught.value)
+    assert ["checkpoint-1"] == listing(tmp_path)
+    assert damage(tmp_path / "checkpoint-1") is None
+
+
+def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused before it clears anything; one that saves nothing goes on, and clears nothing either."""
+    told: list[str] = []
+    monkeypatch.setattr(hf_checkpoints, "PATIENCE", 0.0)
+
+    def others(step: int) -> None:
+        if step == 1:
+            (tmp_path / STAGING / "theirs").mkdir(parents=True)
+            with pytest.raises(ConfigError) as caught:
+                mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=1).train()
+            told.append(str(caught.value))
+            mesh_runs.trainer(str(tmp_path), [], "qwen3", save_strategy="no", max_steps=1).train()
+            clear_staging(tmp_path)
+            assert (tmp_path / STAGING / "theirs").is_dir()
+
+            class Save(TrainerCallback):  # type: ignore[misc]
+                def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                    control.should_save = True
+
+            late = mesh_runs.trainer(str(tmp_path), [], "qwen3", callbacks=[Save()], save_strategy="no", max_steps=1)
+            with pytest.raises(ConfigError, match="another run is writing its checkpoints"):
+                late.train()
+
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", callbacks=[AtStep(others)], **SAVING, max_steps=2).train()
+    assert [
+        f"output_dir: another run is writing its checkpoints to {tmp_path}; use another folder, or wait for it"
+    ] == told
+    assert ["checkpoint-1", "checkpoint-2"] == listing(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=1).train()
+    assert not (tmp_path / STAGING).exists()
 
 
 def test_a_save_that_fails_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

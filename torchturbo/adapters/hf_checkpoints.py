@@ -23,8 +23,9 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from torchturbo.checkpoint import native
 from torchturbo.checkpoint.background import Background
+from torchturbo.checkpoint.claims import PATIENCE, Claims, taken
 from torchturbo.checkpoint.damage import STATE_NAME, saved_step
-from torchturbo.checkpoint.files import clear_staging, remove, staging_folder
+from torchturbo.checkpoint.files import remove, remove_staging, staging_folder
 from torchturbo.checkpoint.hf_export import export
 from torchturbo.checkpoint.layout import NATIVE, is_native
 from torchturbo.checkpoint.record import exports_each, read_facts, run_facts, write_record
@@ -75,6 +76,11 @@ class CheckpointMixin:
     _allowed: Mapping[str, Any] = {}
     _writing: Background | None = None
 
+    @functools.cached_property
+    def _claims(self) -> Claims:
+        """Return the folders that this run alone may save in."""
+        return Claims()
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is compared with this run first."""
         with self.turbo.context.hooks.ending():
@@ -83,17 +89,35 @@ class CheckpointMixin:
                     resume_from_checkpoint = str(self._checkpoint(resume_from_checkpoint))
             if self.model is not None and not any(parameter.requires_grad for parameter in self.model.parameters()):
                 fail([Problem("", "", "nothing is left to train: every parameter is frozen", "freeze less")])
-            if self.args.should_save:
-                clear_staging(Path(self.args.output_dir))
-            if self.model is not None and not self.turbo.owns(self.model):
-                self.turbo.prepare(self.model)  # another trainer was made of the same model since, or it was released
             try:
+                with together("taking the output folder"):
+                    self._take_output_dir()
+                if self.model is not None and not self.turbo.owns(self.model):
+                    self.turbo.prepare(self.model)  # another trainer was made of the same model since, or it's released
                 output = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
                 self._checkpoints.finish()
             except BaseException:
                 self._checkpoints.abandon()
                 raise
+            finally:
+                self._claims.release()
             return output
+
+    def _take_output_dir(self) -> None:
+        """Claim the output folder and clear what an interrupted run left there; one that is at work keeps its own.
+
+        A run that is to save nothing gives it back at once. Trials of a search save in folders of their own, which are
+        claimed when they do.
+        """
+        if self.turbo.context.rank != 0 or getattr(self, "hp_search_backend", None) is not None:
+            return
+        folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
+        if self._claims.take(folder, PATIENCE if saves else 0.0):
+            remove_staging(folder)
+        elif saves:
+            raise ConfigError([taken(folder)])
+        if not saves:
+            self._claims.release()
 
     @property
     def _checkpoints(self) -> Background:
@@ -302,6 +326,9 @@ class CheckpointMixin:
                 write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
 
     def _save_staged(self, model: Any, trial: Any, staged: Path, run_dir: Path) -> None:
+        with together("taking the output folder"):
+            if self.turbo.context.rank == 0 and not self._claims.take(run_dir, PATIENCE):
+                raise ConfigError([taken(run_dir)])
         self._staged = staged.parent
         try:
             with together("saving the checkpoint"):  # one rank's full disk ends all of them

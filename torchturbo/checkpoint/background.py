@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchturbo.checkpoint.files import publish_folder, remove
+from torchturbo.checkpoint.damage import native_problem
+from torchturbo.checkpoint.files import file_names, publish_folder, remove
 from torchturbo.checkpoint.layout import NATIVE
+from torchturbo.checkpoint.names import some
 from torchturbo.checkpoint.native import State
 from torchturbo.checkpoint.optimizer_state import write_options
 from torchturbo.checkpoint.transfer import silence, write
@@ -34,7 +36,8 @@ class Saving:
 
     staged: Path
     place: Path
-    done: Future[None]
+    done: Future[frozenset[str]]
+    """Ends with the names of the files that make it whole, on the first rank."""
     published: Callable[[], None]
 
 
@@ -86,13 +89,19 @@ class Background:
         assert self._saving is None  # the caller finishes the one before
         silence()
         group = self.group
+        before = file_names(staged) if self.rank == 0 else frozenset()
 
-        def work() -> None:
+        def work() -> frozenset[str]:
             write(state.tensors, staged / NATIVE, group)
-            if self.rank == 0:
-                if state.options is not None:
-                    write_options(state.options, staged / NATIVE)
-                complete()
+            if self.rank != 0:
+                return frozenset()
+            if state.options is not None:
+                write_options(state.options, staged / NATIVE)
+            _check(staged, place, before)  # the record would take what is there for all that there was
+            if problem := native_problem(staged / NATIVE, optimizer=state.options is not None):
+                raise ConfigError([_gutted(place, problem)])
+            complete()
+            return file_names(staged)
 
         executor = ThreadPoolExecutor(1, "checkpoint")
         done = executor.submit(work)
@@ -150,6 +159,7 @@ class Background:
 
     def _publish(self, saving: Saving) -> None:
         if self.rank == 0:
+            _check(saving.staged, saving.place, saving.done.result())
             publish_folder(saving.staged, saving.place)
             saving.published()
 
@@ -161,3 +171,14 @@ def _settle(saving: Saving) -> None:
         message = f"can't be saved: {error or type(error).__name__}"
         problem = Problem(str(saving.place), "", message, "make room on its disk, and resume from the one before")
         raise ConfigError([problem]) from error
+
+
+def _check(staged: Path, place: Path, expected: frozenset[str]) -> None:
+    """Refuse to go on with a checkpoint that has lost files: it would stand in the way of the whole one before it."""
+    if gone := sorted(expected - file_names(staged)):
+        raise ConfigError([_gutted(place, f"{len(gone)} of its files are gone: {some(gone)}")])
+
+
+def _gutted(place: Path, what: str) -> Problem:
+    message = f"can't be saved: {what}; another process removed them, or not all ranks see the same folder"
+    return Problem(str(place), "", message, "give each run an output_dir of its own, and resume from the one before")

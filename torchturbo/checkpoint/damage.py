@@ -83,7 +83,7 @@ def _damages(folder: Path) -> Iterator[Damage]:
     if not _is_state(folder / STATE_NAME):
         yield Damage(f"{STATE_NAME} is damaged")
     if is_native(folder):
-        if problem := _native_problem(folder / NATIVE):
+        if problem := native_problem(folder / NATIVE):
             yield Damage(problem)
         return  # what was exported beside it is read by no resume
     if not _files(folder, WEIGHTS):
@@ -130,8 +130,11 @@ def _pickle_problem(path: Path) -> str | None:
     return None
 
 
-def _native_problem(folder: Path) -> str | None:
-    """Return what is wrong with a native state, after reading its index and the sizes of its files."""
+def native_problem(folder: Path, *, optimizer: bool = True) -> str | None:
+    """Return what is wrong with a native state, after reading its index and the sizes of its files.
+
+    ``optimizer`` says whether it must hold the optimizer's settings.
+    """
     from torchturbo.checkpoint.optimizer_state import read_options
     from torchturbo.checkpoint.safe_metadata import INDEX_NAME, read_index
 
@@ -153,7 +156,8 @@ def _native_problem(folder: Path) -> str | None:
         if (size := (folder / name).stat().st_size) < end:
             return f"{NATIVE}/{name} is damaged: expected {end} bytes or more, got {size}"
     try:
-        read_options(folder)
+        if optimizer:
+            read_options(folder)
     except (ValueError, OSError) as error:
         return f"{NATIVE}/{error}"
     return None

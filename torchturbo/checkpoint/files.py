@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from torchturbo.checkpoint.claims import Claims
+
 STAGING = ".torchturbo-saving"
 """Folder inside output_dir that holds what is being written; whatever lies there is no checkpoint yet."""
 
@@ -88,6 +90,21 @@ def put_back(output_dir: Path) -> None:
 
 
 def clear_staging(output_dir: Path) -> None:
-    """Remove what an interrupted run left unfinished."""
+    """Remove what an interrupted run left unfinished; what a run is writing right now stays."""
+    claims = Claims()
+    if os.path.lexists(staging_folder(output_dir)) and claims.take(output_dir):
+        try:
+            remove_staging(output_dir)
+        finally:
+            claims.release()
+
+
+def remove_staging(output_dir: Path) -> None:
+    """Remove what was left unfinished in a folder that the caller has claimed."""
     put_back(output_dir)
     remove(staging_folder(output_dir))
+
+
+def file_names(folder: Path) -> frozenset[str]:
+    """Return the files in a folder and below, by their names relative to it."""
+    return frozenset(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
