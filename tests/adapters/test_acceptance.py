@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import acceptance
 import pytest
@@ -88,3 +89,27 @@ def test_a_sharded_model_is_compiled_where_that_is_asked_for(tmp_path: Path) -> 
     for (kind, found), expected in zip(run_ranks(2, compiled, str(tmp_path)), plain, strict=True):
         assert kind == "OptimizedModule"
         assert_same(expected, found)
+
+
+OWN_LOSSES: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "a loss function": {"own": "compute_loss_func"},
+    "a term in compute_loss": {"own": "compute_loss"},
+}
+
+
+@pytest.mark.parametrize("changes", OWN_LOSSES.values(), ids=OWN_LOSSES)
+def test_a_loss_past_the_engine_is_averaged_over_the_ranks(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What Trainer, or a subclass of it, computes of the logits counts as it does under DDP.
+
+    Trainer shifts labels for the classes that it knows by name, and FSDP2 changes those.
+    """
+    changes = {"max_steps": 2, **changes}
+    expected = run_ranks(1, stock_with, str(tmp_path), changes)[0]
+
+    for found in run_ranks(2, acceptance.run, str(tmp_path), ["--tt_gbs", "4"], "llama", None, changes):
+        assert_same(expected, found)
+
+
+def stock_with(rank: int, folder: str, changes: dict[str, Any]) -> History:
+    return acceptance.stock(Path(folder), "llama", **changes)

@@ -227,7 +227,7 @@ def test_the_train_py_on_the_page_trains(large, tmp_path):
     page = {block.title: block.text for block in blocks(ROOT / "docs" / "training.md") if block.title}
     text = page["train.py"]
     if large:  # the same program, with the other block in place of its model and its trainer
-        model, trainer = page["large.py"].split("\ntrainer = ")
+        model, trainer = page["large.py, in place of the model and the trainer above"].split("\ntrainer = ")
         text = re.sub(r"^model = .*$", lambda _: model, text, flags=re.M)
         text = re.sub(r"^trainer = .*?^\)$", lambda _: f"trainer = {trainer}", text, flags=re.M | re.S)
     (tmp_path / "train.py").write_text(text.replace("PATH_OR_NAME", "model"), "utf-8")

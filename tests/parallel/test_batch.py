@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_problem, nearest_gbs
@@ -62,3 +64,21 @@ def test_steps_are_the_trainers(rows: int, drop_last: bool) -> None:
     rounds = rows // 4 if drop_last else -(-rows // 4)
 
     assert BatchPlan(2, 2, 2).steps(rows, 3, drop_last=drop_last) == 3 * max(1, -(-rounds // 2))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2), (4, 2), (6, 3), (8, 8)])
+def test_steps_are_those_of_dealing_rows_out(world: int, sp: int, drop_last: bool) -> None:
+    """Counted by hand: rows go to the data-parallel ranks, batch by batch, and a window of batches is a step.
+
+    https://github.com/modelscope/ms-swift/issues/5140 counted the ranks of a sequence group apart.
+    """
+    for micro_batch, accumulation, rows in itertools.product((1, 2, 3), (1, 2, 4), (1, 5, 12, 23, 48)):
+        plan = BatchPlan(micro_batch, accumulation, world, sp)
+        left, rounds = rows, 0
+        while left >= micro_batch * plan.dp_size or (left > 0 and not drop_last):
+            left -= micro_batch * plan.dp_size
+            rounds += 1
+        windows = len(range(0, rounds, accumulation))
+        assert plan.steps(rows, 2, drop_last=drop_last) == 2 * max(1, windows)
+        assert plan.gbs == accumulation * world // sp

@@ -103,7 +103,7 @@ def test_torchrun(material: Path, tmp_path: Path) -> None:
     assert (
         done.stderr.count("micro-batch 2 x accumulation 2 x data-parallel ranks 2 = 8 sequences per step, 4 steps") == 1
     )
-    assert "backend fsdp2: this version runs DistributedDataParallel, 2 ranks" in done.stderr
+    assert "backend fsdp2: 2 ranks = dp 2 x sp 1" in done.stderr
     assert done.stderr.count("step 4/4") == 1
     record = json.loads((tmp_path / "out" / "torchturbo_run.json").read_text())
     assert (record["run"]["world_size"], record["step"]) == (2, 4)

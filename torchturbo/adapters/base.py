@@ -12,7 +12,7 @@ from torchturbo.engine import pipeline
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger, set_log_level
 from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_problem
-from torchturbo.parallel.mesh import MeshPlan, mesh_problems
+from torchturbo.parallel.mesh import MeshPlan, is_sharded, mesh_problems
 
 if TYPE_CHECKING:
     from torchturbo.config.merge import Merged
@@ -140,7 +140,7 @@ def report_accumulation(config: EngineConfig, plan: BatchPlan, said: int | None,
 def describe_backend(config: EngineConfig, world_size: int) -> str:
     """Return the log line about the distributed backend: what shards the model, and over which ranks."""
     plan = MeshPlan.of(config, world_size)
-    if world_size == 1:
+    if not is_sharded(config, world_size):
         return f"backend {config.backend}: {plan}, nothing to shard"
     return f"backend {config.backend}: {plan}"
 

@@ -33,6 +33,10 @@ CLASHES: Mapping[str, tuple[str, str]] = {
     "fsdp": ("FSDP by accelerate is another engine under the same loop", "remove it"),
     "parallelism_config": ("accelerate's parallelism is another engine under the same loop", "remove it"),
     "use_liger_kernel": ("kernels have one owner, ops.policy, whose auto picks Liger's where they fit", "remove it"),
+    "save_on_each_node": (
+        "all ranks write one folder, which has to be on a disk that every node sees",
+        "remove it, give an output_dir that the nodes share",
+    ),
     "auto_find_batch_size": (
         "it would change the micro-batch behind the batch plan, in the middle of the run",
         "remove it, set per_device_train_batch_size",

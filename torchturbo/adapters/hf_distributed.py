@@ -18,27 +18,26 @@ if TYPE_CHECKING:
 class DistributedMixin:
     """What :class:`torchturbo.adapters.hf_trainer.TurboMixin` does where FSDP2 holds the parameters.
 
-    FSDP2 sums gradients here. A loss that went through the normaliser is this rank's share of the global loss; any
-    other (a loss function of the user's own, label smoothing) is one that Trainer means to be averaged over the ranks.
+    To Trainer, and to whoever overrides its methods, a loss is what is averaged over the ranks, as under DDP. FSDP2 sums
+    gradients here, so every loss is divided by their number before it is differentiated.
     """
 
     turbo: Engine
-    turbo_share: bool = False
-    """Whether the loss that was computed last is a share of a sum over ranks."""
 
     if TYPE_CHECKING:  # Trainer's own attributes, which its constructor sets
         args: Any
         model: Any
         accelerator: Any
 
+    def _leave_the_model_to_the_engine(self) -> None:
+        """Let accelerate compile the model where that was asked for, and neither wrap it nor move what is sharded."""
+        prepare = functools.partial(
+            self.accelerator.prepare_model, device_placement=not self.turbo.context.sharded, evaluation_mode=True
+        )
+        self.accelerator.prepare_model = lambda model, *_, **__: prepare(model)
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Let Trainer prepare everything but the model, which is sharded already."""
         if self.turbo.context.sharded:
-            plain = self.accelerator.prepare_model
-            alone = functools.partial(plain, device_placement=False, evaluation_mode=True)
-            self.accelerator.prepare_model = lambda model, *_, **__: alone(
-                model
-            )  # compiles it where that was asked for
             reshard(self.model)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
@@ -48,21 +47,15 @@ class DistributedMixin:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on one micro-batch, and return a loss whose mean over ranks is the global one, for the logs."""
+        """Train on one micro-batch, and return a loss whose mean over ranks is the global one."""
         if not self.turbo.context.sharded:
             return super().training_step(*args, **kwargs)  # type: ignore[misc, no-any-return]
         ranks, backward = self.turbo.context.world_size, self.accelerator.backward
-        self.turbo_share = False
-
-        def summed(loss: Tensor, **options: Any) -> None:
-            backward(loss if self.turbo_share else loss / ranks, **options)
-
-        self.accelerator.backward = summed
+        self.accelerator.backward = lambda loss, **options: backward(loss / ranks, **options)
         try:
-            loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            return super().training_step(*args, **kwargs)  # type: ignore[misc, no-any-return]
         finally:
             self.accelerator.backward = backward
-        return loss * ranks if self.turbo_share else loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
         if not self.turbo.context.sharded:

@@ -30,7 +30,7 @@ from torchturbo.adapters.hf_arguments import (
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
 from torchturbo.adapters.hf_data import DataMixin, sequence_clashes
 from torchturbo.adapters.hf_distributed import DistributedMixin
-from torchturbo.adapters.hf_optimizer import OptimizerMixin
+from torchturbo.adapters.hf_optimizer import OptimizerMixin, shard_clashes
 from torchturbo.adapters.hf_places import LoopCallback, PlacesMixin
 from torchturbo.config.keys import shown
 from torchturbo.engine import pipeline
@@ -39,6 +39,7 @@ from torchturbo.engine.config import merge_args
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
+from torchturbo.engine.shard_check import weightless
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
@@ -122,11 +123,12 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
             if self.model is not None:
                 self.turbo.prepare(self.model)
         super().create_accelerator_and_postprocess()
+        self._leave_the_model_to_the_engine()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Prepare each model that the user's own function makes."""
         model = super().call_model_init(trial)  # type: ignore[misc]
-        if problems := self.turbo.problems(model):
+        if problems := self.turbo.problems(model) + weightless(model, self._weights):
             fail(problems)
         return self.turbo.prepare(model)
 
@@ -143,14 +145,17 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
         found = (base.device_problem(args.device.type, runtime), base.launch_problem(args.world_size))
         problems = [*(plan if isinstance(plan, list) else []), *(problem for problem in found if problem)]
         hooks, wrong = self._hooks(config, runtime)
-        context = Context(runtime, args.world_size, args.process_index, hooks=hooks, weights=self._weights)
+        context = Context(
+            runtime, args.world_size, args.process_index, hooks=hooks, weights=self._weights, averaged=True
+        )
         engine = Engine(config, context)
         problems += wrong
         if clash := loss_clash(config, args.label_smoothing_factor) or compile_clash(config, args.torch_compile):
             problems.append(clash)
-        problems += term_clashes(hooks.plugins, args.label_smoothing_factor) + sequence_clashes(config, args)
+        problems += term_clashes(hooks.plugins, args.label_smoothing_factor)
+        problems += sequence_clashes(config, args, trainer=type(self)) + shard_clashes(said, context.sharded)
         if self.model is not None:
-            problems += engine.problems(self.model)
+            problems += engine.problems(self.model) + weightless(self.model, self._weights)
         if problems or isinstance(plan, list):
             fail(problems)
         self._one_device_a_process()
@@ -242,12 +247,8 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
         # Trainer multiplies by the ranks at the end of its own compute_loss. That is right for a loss that did not go
         # through the normaliser (fused kernels replace the model's forward), and a second time for one that did.
         self.args.average_tokens_across_devices = True
-        with normaliser.applied(on_scaled=self._loss_was_scaled):
+        with normaliser.applied(on_scaled=lambda: setattr(self.args, "average_tokens_across_devices", False)):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
-
-    def _loss_was_scaled(self) -> None:
-        self.args.average_tokens_across_devices = False
-        self.turbo_share = True
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:

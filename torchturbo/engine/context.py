@@ -32,6 +32,8 @@ class Context:
     """Whether a batch can leave trained parameters without a gradient, as one without images does a vision tower's."""
     hooks: Hooks = field(default_factory=Hooks)
     """The run's plugins and observers."""
+    averaged: bool = False
+    """Whether who differentiates the losses takes them as means over the ranks, as Trainer does, and divides by those."""
     plan: MeshPlan = field(default_factory=MeshPlan)
     """The sizes of the mesh's axes, known before there is a process group."""
     sharded: bool = False

@@ -76,7 +76,10 @@ class Engine:
             set_cache(model, False)
 
     def release(self, model: nn.Module) -> nn.Module:
-        """Make a trained model ready for use, in place: as its class wrote it, with the weights that were trained."""
+        """Make a trained model ready for use, in place: as its class wrote it, with the weights that were trained.
+
+        Where FSDP2 holds it, it stays sharded, and divided experts stay divided: all ranks use it together.
+        """
         set_cache(model, self._use_cache)
         pipeline.undo(model)
         for known in (OWNERS, CACHES):

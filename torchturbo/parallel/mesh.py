@@ -12,6 +12,7 @@ The arithmetic needs no torch: ``torchturbo plan`` does it for any number of ran
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,17 +138,25 @@ class Meshes:
 
     @classmethod
     def build(cls, plan: MeshPlan, device_type: str, backend: str | None = None) -> Meshes:
-        """Make the process groups of a plan. A collective: every rank calls it, with the same plan.
+        """Make the process groups of a plan, or return those made before. A collective: every rank has the same plan.
 
         ``backend`` is that of the groups of parameters, such as ``cpu:gloo,cuda:nccl``; the default group's without.
         """
-        from torch.distributed.device_mesh import init_device_mesh
+        import torch.distributed as dist
 
-        def made(sizes: tuple[int, ...], names: tuple[str, ...], backend: str | None) -> DeviceMesh:
-            override: Any = dict.fromkeys(names, backend) if backend is not None else None
-            return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
+        return _meshes(dist.group.WORLD, plan, device_type, backend)
 
-        data = made((plan.dp_size, plan.sp_size), ("dp", "sp"), None)
-        experts = made((plan.ep_fsdp_size, plan.ep_size), ("ep_fsdp", "ep"), backend)
-        every = made((plan.world_size,), ("fsdp",), backend)
-        return cls(plan, every, data["dp"], data["sp"], experts)
+
+@functools.cache
+def _meshes(world: object, plan: MeshPlan, device_type: str, backend: str | None) -> Meshes:
+    """Make the groups once for each world: every trainer of a process would leave its own behind."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def made(sizes: tuple[int, ...], names: tuple[str, ...], backend: str | None) -> DeviceMesh:
+        override: Any = dict.fromkeys(names, backend) if backend is not None else None
+        return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
+
+    data = made((plan.dp_size, plan.sp_size), ("dp", "sp"), None)
+    experts = made((plan.ep_fsdp_size, plan.ep_size), ("ep_fsdp", "ep"), backend)
+    every = made((plan.world_size,), ("fsdp",), backend)
+    return Meshes(plan, every, data["dp"], data["sp"], experts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes
@@ -205,9 +206,10 @@ def _check_model(model_args: Any, launch: Launch) -> None:
         return
     if (problem := quantised(model)) is not None:
         raise ConfigError([problem])
-    runtime = current_runtime()
-    run = Run(launch.config, runtime, 1, 0, Path(), FRAMEWORK)
-    context = Context(runtime, hooks=Hooks(run, launch.plugins))
+    runtime, started = current_runtime(), dist.is_initialized()
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+    run = Run(launch.config, runtime, world_size, rank, Path(), FRAMEWORK)
+    context = Context(runtime, world_size, rank, hooks=Hooks(run, launch.plugins))
     if problems := Engine(launch.config, context).problems(model):
         raise ConfigError(problems)
 

@@ -52,7 +52,7 @@ def _determinism(device: Device) -> str:
 
 
 def _backend(device: Device) -> str:
-    return f"Runs DistributedDataParallel over {device.backend}; nothing is sharded in this version"
+    return f"Shards the model over several ranks by FSDP2, over {device.backend}; one process is not sharded"
 
 
 def _ops(device: Device) -> str:

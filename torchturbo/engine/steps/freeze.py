@@ -80,7 +80,7 @@ def _always_reached(parameter: nn.Parameter, module: nn.Module, inputs: object, 
     """Hook of the text embeddings: tie one trained parameter to the loss of every batch, by adding nothing.
 
     Behind a frozen language model the loss of a batch without images depends on nothing that is trained: backward
-    would raise, and DDP would wait for this rank, which takes part only once one of its parameters has a gradient.
+    would raise on this rank, and the others would wait for its part in reducing gradients.
     """
     if not (module.training and torch.is_grad_enabled()):
         return output

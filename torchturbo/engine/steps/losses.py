@@ -71,7 +71,9 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
             fail(problems)
         chunked.install(base, KEYS[CHUNK_SIZE].default if size is None else size)
     if computes_causal_cross_entropy(base):
-        context.normaliser = Normaliser(ranks=context.world_size, summed=context.sharded, sp_size=context.plan.sp_size)
+        context.normaliser = Normaliser(
+            ranks=context.world_size, summed=context.sharded and not context.averaged, sp_size=context.plan.sp_size
+        )
         context.normaliser.terms += [term_of(plugin, context.hooks) for plugin in context.hooks.overriding("loss_term")]
         context.normaliser.install(model, base)
 

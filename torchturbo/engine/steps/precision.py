@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, fail
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 
 KEY = "mixed_precision"
+FORMATS: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
+"""The formats in which the parameters of each model came."""
 
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
@@ -35,9 +39,21 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """
     bf16 = config.mixed_precision == "bf16"
     context.autocast_dtype = torch.bfloat16 if bf16 and not context.sharded else None
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    formats = {name: parameter.dtype for name, parameter in parameters.items()}
-    context.saved_dtypes = formats if context.weights is None else formats | context.weights.dtypes(model)
-    for parameter in model.parameters():
+    context.saved_dtypes = _formats(model)
+    if context.weights is not None:
+        context.saved_dtypes |= context.weights.dtypes(model)
+    for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and (parameter.requires_grad or not bf16):
+            if isinstance(parameter, DTensor) and parameter.to_local().dtype != torch.float32:
+                message = f"{name} was sharded in {str(parameter.dtype).removeprefix('torch.')} while it was frozen"
+                fail([Problem("", "", message, "make the model anew to train it, or to compute in fp32")])
             parameter.data = parameter.data.float()
+
+
+def _formats(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the number format in which each parameter came to its first engine, by name."""
+    known = FORMATS.setdefault(model, {})
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dtype != torch.float32 or name not in known:  # fp32 may be an earlier engine's doing
+            known[name] = parameter.dtype
+    return dict(known)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchturbo.engine import shard_check
 from torchturbo.engine.backends.fsdp2 import offload
-from torchturbo.engine.backends.fsdp2.shard import shard
+from torchturbo.engine.backends.fsdp2.shard import reduce_unused, shard
 from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.errors import Problem
 from torchturbo.logging import get_logger
@@ -33,8 +34,8 @@ log = get_logger(__name__)
 
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
-    """Return what keeps parameters from host memory, and what a model that is sharded already can't leave."""
-    return offload.check(model, config, context) + [
+    """Return what keeps parameters from ranks and host memory, and what a model that is sharded already can't leave."""
+    return [*shard_check.check(model, config, context), *offload.check(model, config, context)] + [
         Problem(
             config.origin(path).place,
             path,
@@ -53,6 +54,8 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         shard(units, context.meshes, config, context.runtime, partly_used=context.partly_used)
         SHARDED[model] = {path: config.get(path) for path in KEYS}
         log.debug("%d layers are units of sharding, %s", len(units.layers), context.plan)
+    elif isinstance(model, FSDPModule):
+        reduce_unused(model, context.partly_used)  # another engine may train other parts of it
     if context.weights is not None and any(parameter.is_meta for parameter in model.parameters()):
         offloaded = config.backend_config.cpu_offload.enabled and config.backend_config.cpu_offload.mode == "all"
         context.weights.load(model, torch.device(context.runtime.device_type), offloaded=offloaded)

@@ -57,8 +57,18 @@ def shard(units: Units, meshes: Meshes, config: EngineConfig, runtime: Runtime, 
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if partly_used:
-                module.set_reduce_scatter_unused_params(True)
+    # fully_shard gives a module's class another name, and Transformers goes by names: Trainer shifts the labels of a
+    # smoothed loss for the classes that it knows as causal language models.
+    kind = type(units.root)
+    kind.__name__ = kind.__name__.removeprefix("FSDP")
+    reduce_unused(units.root, partly_used)
+
+
+def reduce_unused(model: nn.Module, partly_used: bool) -> None:
+    """Let a sharded model reduce zeros for parameters without a gradient, where some ranks may have one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reduce_scatter_unused_params(partly_used)
 
 
 def mixed_precision(policy: str | None) -> MixedPrecisionPolicy:
