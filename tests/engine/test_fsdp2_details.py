@@ -226,3 +226,60 @@ def test_a_sharded_model_stays_as_it_was_sharded() -> None:
     for right, keys in run_ranks(2, prepared_twice, *[parity.config(parallel_plan=plan)] * 2, other):
         assert right
         assert ["parallel_plan.ep_size", "backend_config.reshard_after_forward"] == keys
+
+
+# ---- a second engine ----
+
+
+def unfrozen_later(rank: int, settings: Any) -> list[str]:
+    """Shard a bf16 model with a frozen layer, then train that layer, too; return what is said."""
+    from torchturbo.errors import ConfigError
+
+    model = tiny.model().bfloat16()
+    model.model.layers[0].requires_grad_(False)
+    engine = parity.prepared(model, settings, 2, rank)
+    assert set(engine.context.saved_dtypes.values()) == {torch.bfloat16}
+    again = parity.prepared(model, settings, 2, rank)
+    assert engine.context.saved_dtypes == again.context.saved_dtypes  # although trained parameters are fp32 by now
+    model.model.layers[0].requires_grad_(True)
+    try:
+        parity.prepared(model, settings, 2, rank)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def test_what_was_sharded_in_bf16_is_not_trained_later() -> None:
+    """Its masters would be bf16, in which small updates vanish; exports go back to the format that a model came in."""
+    for said in run_ranks(2, unfrozen_later, parity.config(mixed_precision="bf16")):
+        (line,) = said
+        assert "was sharded in bfloat16 while it was frozen; make the model anew" in line
+
+
+def groups(rank: int, settings: Any) -> int:
+    import torch.distributed as dist
+
+    parity.prepared(tiny.model(), settings, 2, rank)
+    before = dist.distributed_c10d._world.group_count
+    parity.prepared(tiny.model(), settings, 2, rank)
+    return int(dist.distributed_c10d._world.group_count - before)
+
+
+def test_a_second_engine_takes_the_groups_of_the_first() -> None:
+    """Process groups are never given back."""
+    assert run_ranks(2, groups, parity.config(parallel_plan={"sp_size": 2})) == [0, 0]
+
+
+def replicated(rank: int) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+    parameter.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Replicate()])
+    return float(clip_grad_norm([parameter]))
+
+
+def test_what_every_rank_holds_counts_once() -> None:
+    """A gradient that is not sharded."""
+    assert run_ranks(2, replicated) == [6.0, 6.0]
