@@ -16,12 +16,17 @@ PRELOAD = [
     "torch.profiler",
     "torch.nn.parallel.distributed",
     "transformers.trainer",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.glm4_moe.modeling_glm4_moe",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "torchturbo.engine.config",
     "torchturbo.train.run",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "peft",
 ]
 TIMEOUT = 120.0
 
