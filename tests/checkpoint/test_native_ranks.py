@@ -249,3 +249,42 @@ def test_a_checkpoint_of_trainer_is_resumed_by_one_process_and_refused_by_shards
         assert f"{checkpoint}: it was saved whole, by one process of Trainer" in message
         assert "resume in one process" in message
     shutil.rmtree(tmp_path / "stock")
+
+
+# ---- after an evaluation ----
+
+
+def after_a_forward(rank: int, folder: str) -> list[str]:
+    """Save and load while the root's parameters are gathered; return what the states hold then."""
+    import families
+
+    from torchturbo.checkpoint import native
+
+    model = tiny.model("llama")
+    families.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=rows, labels=rows).loss.backward()
+    optimizer.step()
+    place, kinds = Path(folder) / "native", set()
+
+    def look() -> None:
+        with torch.no_grad():
+            model(input_ids=rows)
+        kinds.add(f"{type(model.lm_head.weight).__name__} at first")
+
+    look()
+    native.save(native.capture(model, optimizer), place, torch.distributed.group.WORLD)
+    kinds |= {f"{type(one).__name__} saved" for one in native.capture(model, None).tensors["model"].values()}
+    look()
+    native.load_model(model, place, torch.distributed.group.WORLD)
+    look()
+    native.load_optimizer(model, optimizer, place, torch.distributed.group.WORLD)
+    kinds |= {f"{type(one['exp_avg']).__name__} loaded" for one in optimizer.state.values()}
+    return sorted(kinds)
+
+
+def test_states_are_saved_and_loaded_after_a_forward_pass(tmp_path: Path) -> None:
+    """Without a backward the root's parameters stay gathered, and are none that the optimizer knows."""
+    for kinds in run_ranks(2, after_a_forward, str(tmp_path)):
+        assert ["DTensor loaded", "DTensor saved", "Parameter at first"] == kinds

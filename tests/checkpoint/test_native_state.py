@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,12 @@ import tiny
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from torchturbo.checkpoint import native
 from torchturbo.checkpoint.safe_metadata import read_index
@@ -200,6 +207,16 @@ def of(index: Any, name: str = "model.count") -> Any:
     return next(value for key, value in index.storage_data.items() if key.fqn == name)
 
 
+def cut(index: Any, *chunks: tuple[tuple[int, ...], tuple[int, ...]], size: tuple[int, ...] = (2, 3)) -> None:
+    """Cut a weight into parts of some offsets and sizes, and say of each where it lies."""
+    name = "model.used.weight"
+    entry, place = index.state_dict_metadata[name], of(index, name)
+    entry.size = torch.Size(size)
+    entry.chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    for offsets, _ in chunks:
+        index.storage_data[MetadataIndex(name, torch.Size(offsets))] = place
+
+
 HOSTILE: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a bomb for an index": (lambda index, marker: Trap(marker), "it names posix.mkdir"),
     "a bomb inside it": (lambda index, marker: setattr(index, "planner_data", Trap(marker)), "it names posix.mkdir"),
@@ -217,6 +234,21 @@ HOSTILE: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
         lambda index, marker: index.state_dict_metadata["model.used.weight"].chunks.clear(),
         "parts do not make a whole",
     ),
+    "one part twice": (
+        lambda index, marker: cut(index, ((0, 0), (1, 3)), ((0, 0), (1, 3))), "parts do not make a whole",
+    ),
+    "parts that overlap": (
+        lambda index, marker: cut(index, ((0, 0), (2, 2)), ((0, 1), (2, 1))), "parts do not make a whole",
+    ),
+    "a part beyond the end": (
+        lambda index, marker: cut(index, ((0, 0), (1, 3)), ((2, 0), (1, 3))), "parts do not make a whole",
+    ),
+    "parts that leave a corner": (
+        lambda index, marker: cut(
+            index, ((0, 0), (1, 1)), ((0, 1), (1, 2)), ((1, 0), (1, 1)), ((0, 1), (1, 2))
+        ), "parts do not make a whole",
+    ),
+    "a part of fewer dimensions": (lambda index, marker: cut(index, ((0,), (6,))), "parts do not make a whole"),
     "a size that is a text": (
         lambda index, marker: setattr(index.state_dict_metadata["model.count"], "size", "x"), "a size that is none",
     ),
@@ -235,6 +267,24 @@ def test_an_index_of_hostile_hands_runs_nothing(kind: str, folder: Path, tmp_pat
     with pytest.raises(pickle.UnpicklingError):
         native.load_model(Net(1), folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_parts_of_any_mesh_make_a_whole(folder: Path) -> None:
+    """Grids of one, two and three dimensions, uneven ones, in any order, and ranks that got nothing."""
+    for size, cuts in (
+        ((4,), ([0, 4],)),
+        ((5,), ([0, 2, 4, 5, 5],)),
+        ((5, 3), ([0, 3, 5], [0, 3])),
+        ((5, 7), ([0, 3, 5, 5], [0, 2, 4, 6, 7])),
+        ((64, 3, 64), (list(range(65)), [0, 3], list(range(0, 65, 2)))),
+        ((), ()),
+        ((0, 3), ([0, 0], [0, 3])),
+    ):
+        spans = [[(start, stop - start) for start, stop in itertools.pairwise(at)] for at in cuts]
+        cells = [tuple(zip(*cell, strict=True)) or ((), ()) for cell in itertools.product(*spans)]
+        random.Random(0).shuffle(cells)
+        write_index(folder, lambda index, cells=cells, size=size: cut(index, *cells, size=size))
+        assert len(cells) == len(read_index(folder).state_dict_metadata["model.used.weight"].chunks)
 
 
 def test_every_byte_of_an_index_may_be_wrong(folder: Path) -> None:
@@ -287,6 +337,28 @@ def test_optimizer_settings_of_another_shape_are_damaged(text: str, folder: Path
     model = Net(1)
     with pytest.raises(ValueError, match="optimizer.json is damaged"):
         native.load_optimizer(model, torch.optim.AdamW(model.parameters()), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("betas", [1]), ("betas", 0.9), ("betas", [0.9, "0.99"]), ("betas", [0.9, float("nan")]), ("lr", "nan"),
+        ("lr", float("nan")), ("lr", float("inf")), ("lr", None), ("lr", True), ("amsgrad", 1), ("amsgrad", "yes"),
+        ("eps", [1e-8]), ("lr", {"a": 1}), ("betas", [[0.9], 0.99]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_optimizer_settings_that_are_none_are_refused(name: str, value: Any, folder: Path) -> None:
+    """Before the first step meets them; the optimizer keeps its own."""
+    found = json.loads((folder / "optimizer.json").read_text())
+    for group in found["groups"]:
+        group["options"][name] = value
+    (folder / "optimizer.json").write_text(json.dumps(found))
+    model = Net(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with pytest.raises(ValueError, match=rf"optimizer.json (has {name} = .*, expected one like|is damaged)"):
+        native.load_optimizer(model, optimizer, folder)
+    assert (0.5, (0.9, 0.999)) == (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"])
 
 
 def test_adapters_alone_are_saved_of_a_model_with_adapters(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
         If there is something in it that is neither a tensor nor a plain value.
 
     """
-    reshard(model)
     tensors = {"model": model_tensors(model)}
     if optimizer is None:
         return State(tensors)
@@ -85,7 +84,6 @@ def load_model(model: nn.Module, folder: Path, group: dist.ProcessGroup | None =
         If they can't be read.
 
     """
-    reshard(model)
     index = from_first(lambda: read_index(folder), group)
     wanted = model_tensors(model)
     there = {name.removeprefix("model.") for name in index.state_dict_metadata if name.startswith("model.")}
@@ -113,7 +111,7 @@ def load_optimizer(
         If it can't be read.
 
     """
-    reshard(model)
+    reshard(model)  # the optimizer's parameters are the sharded ones; reading a state dict has FSDP2 do so itself
     index, (options, values) = from_first(lambda: (read_index(folder), read_options(folder)), group)
     names = names_for(model, optimizer)
     parameters = {names[parameter]: parameter for each in optimizer.param_groups for parameter in each["params"]}

@@ -8,6 +8,7 @@ gradient had no state, and has none again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchturbo.checkpoint.files import write_text
 from torchturbo.checkpoint.layout import OPTIMIZER_NAME
 from torchturbo.checkpoint.names import parameter_names
+from torchturbo.errors import shorten
 
 PLAIN = (bool, int, float, str, type(None))
 Options = dict[str, dict[str, Any]]
@@ -85,6 +87,10 @@ def _is_option(name: str, value: Any) -> bool:
     return all(isinstance(one, PLAIN) or (isinstance(one, Tensor) and one.numel() == 1) for one in values)
 
 
+def _is_plain(value: Any) -> bool:
+    return all(isinstance(one, PLAIN) for one in (value if isinstance(value, list) else [value]))
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
@@ -96,7 +102,10 @@ def read_options(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dic
     try:
         found = json.loads((folder / OPTIMIZER_NAME).read_text(encoding="utf-8"))
         options = {str(name): dict(group["options"]) for group in found["groups"] for name in group["parameters"]}
-        return options, {str(fqn): dict(values) for fqn, values in found["values"].items()}
+        values = {str(fqn): dict(values) for fqn, values in found["values"].items()}
+        if not all(_is_plain(one) for each in (*options.values(), *values.values()) for one in each.values()):
+            raise ValueError("a setting that is none")
+        return options, values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{OPTIMIZER_NAME} is damaged") from error
 
@@ -148,7 +157,7 @@ def give(
             raise ValueError(
                 f"its optimizer had other settings for {fqns[0]} than for {other}, which are one group now"
             )
-        merged = {name: _like(saved[name], value) if name in saved else value for name, value in group.items()}
+        merged = {name: _like(name, saved[name], value) if name in saved else value for name, value in group.items()}
         merged |= {name: value for name, value in saved.items() if name not in group}
         merged["params"] = list(range(count, count + len(fqns)))
         state |= {count + at: states[fqn] for at, fqn in enumerate(fqns) if fqn in states}
@@ -157,8 +166,29 @@ def give(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _like(saved: Any, current: Any) -> Any:
-    """Return a setting as JSON gave it in the form that the optimizer keeps it in."""
+def _like(name: str, saved: Any, current: Any) -> Any:
+    """Return a setting as JSON gave it in the form that the optimizer keeps it in; one of another form is refused."""
+    if not _fits(saved, current):
+        shown = list(current) if isinstance(current, tuple) else _plain(current)
+        raise ValueError(f"its {OPTIMIZER_NAME} has {name} = {shorten(repr(saved), 60)}, expected one like {shown!r}")
     if isinstance(current, tuple):
         return tuple(saved)
     return torch.full_like(current, saved) if isinstance(current, Tensor) else saved
+
+
+def _fits(saved: Any, current: Any) -> bool:
+    """Return whether a setting can take the place of another: the optimizer's own checks are in its constructor.
+
+    A switch may be undecided (``foreach=None``); a number is finite unless the present one is not.
+    """
+    current = _plain(current)
+    if isinstance(current, list):
+        return isinstance(saved, list) and len(saved) == len(current) and all(map(_fits, saved, current))
+    if current is None:
+        return isinstance(saved, PLAIN) and not (isinstance(saved, float) and not math.isfinite(saved))
+    if isinstance(current, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(current, int | float):
+        is_number = isinstance(saved, int | float) and not isinstance(saved, bool)
+        return is_number and (math.isfinite(saved) or saved == current)
+    return isinstance(saved, type(current))

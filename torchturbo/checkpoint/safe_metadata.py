@@ -134,9 +134,33 @@ def _tensor(made: Any) -> TensorStorageMetadata:
     for chunk in fields["chunks"]:
         parts = _fields(chunk, "ChunkStorageMetadata")
         chunks.append(ChunkStorageMetadata(_numbers(parts["offsets"]), _numbers(parts["sizes"])))
-    if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
+    if not _is_whole(size, chunks):
         raise pickle.UnpicklingError("a tensor whose parts do not make a whole")
     return TensorStorageMetadata(TensorProperties(properties.state[0]), size, chunks)
+
+
+def _is_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+    """Return whether chunks make up a tensor: each element is in one of them, and in no other.
+
+    Shards on a mesh are the cells of a grid. So each dimension is cut at the same places for all of them, and there are
+    as many different ones as the grid has cells; comparing each with each other would take long for many ranks. Chunks
+    without an element are of ranks that got none.
+    """
+    filled = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks if prod(chunk.sizes) > 0]
+    cells = set(filled)
+    if len(cells) != len(filled) or any(len(cell) != len(size) for cell in cells):
+        return False
+    if not prod(size):
+        return not cells
+    for at, length in enumerate(size):
+        end = 0
+        for offset, extent in sorted({cell[at] for cell in cells}):
+            if offset != end:
+                return False
+            end += extent
+        if end != length:
+            return False
+    return len(cells) == prod(len({cell[at] for cell in cells}) for at in range(len(size)))
 
 
 def _place(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
