@@ -80,9 +80,9 @@ def test_another_optimizer_is_refused_with_both_places(tmp_path: Path) -> None:
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
 
     assert [
-        "TrainingArguments.optim: optimizer.name: is for another optimizer, and --tt_optimizer asks for muon; "
+        "TrainingArguments.optim: optimizer.name: chooses an optimizer, and --tt_optimizer muon chooses another; "
         "leave one of them out",
-        "Trainer(optimizers): optimizer.name: is for another optimizer, and --tt_optimizer asks for muon; "
+        "Trainer(optimizers): optimizer.name: chooses an optimizer, and --tt_optimizer muon chooses another; "
         "leave one of them out",
     ] == refused(tmp_path, optim="sgd", options={"optimizers": (other, None)})
     (problem,) = refused(tmp_path, options={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})})

@@ -6,6 +6,10 @@ gathered once, and tokens and operations are not counted for each of them.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +27,14 @@ if TYPE_CHECKING:
     from torchturbo.engine.engine import Engine
 
 KEY = "parallel_plan.sp_size"
+HANDING_ON = ("llamafactory.train.sft.trainer",)
+"""Modules whose trainer computes another loss only with a ``compute_loss_func``, which is refused by itself."""
 
 
-def sequence_clashes(config: EngineConfig, args: Any, compute_loss_func: Any = None) -> list[Problem]:
-    """Return what Trainer was asked for that can't go with ranks that share sequences."""
+def sequence_clashes(
+    config: EngineConfig, args: Any, compute_loss_func: Any = None, trainer: type | None = None
+) -> list[Problem]:
+    """Return what Trainer was asked for, or its subclass does, that can't go with ranks that share sequences."""
     if config.parallel_plan.sp_size == 1:
         return []
     place = config.origin(KEY).place
@@ -40,7 +48,46 @@ def sequence_clashes(config: EngineConfig, args: Any, compute_loss_func: Any = N
     if compute_loss_func is not None:
         message = "compute_loss_func is given logits of whole sequences, and a rank has those of a part"
         problems.append(Problem(place, KEY, message, "leave the loss to the model, or use sp_size 1"))
+    if getattr(args, "neftune_noise_alpha", None):
+        message = "NEFTune scales its noise by the length of whole sequences, and a rank has a part"
+        problems.append(Problem(place, KEY, message, "remove neftune_noise_alpha, or use sp_size 1"))
+    for kind in own_losses(trainer):
+        message = f"{kind.__name__}.compute_loss would see logits of a part, and a loss that is this part's share"
+        problems.append(Problem(place, KEY, message, "add to the loss by a plugin's loss_term, or use sp_size 1"))
     return problems
+
+
+def own_losses(trainer: type | None) -> list[type]:
+    """Return the classes of a trainer that do more about the loss than to hand it on from Trainer's method."""
+    return [
+        kind
+        for kind in (trainer.__mro__ if trainer is not None else ())
+        if "compute_loss" in vars(kind)
+        and kind.__module__.partition(".")[0] not in ("torchturbo", "transformers")
+        and kind.__module__ not in HANDING_ON
+        and not _hands_on(vars(kind)["compute_loss"])
+    ]
+
+
+def _hands_on(method: Callable[..., Any]) -> bool:
+    """Return whether all that a method does is to return what the next class's method of its name does."""
+    try:
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    except (OSError, TypeError, ValueError, SyntaxError):  # made without a file
+        return False
+    body = getattr(found, "body", None)
+    if not isinstance(body, list) or not isinstance(body[-1], ast.Return) or not isinstance(body[-1].value, ast.Call):
+        return False
+    call = body[-1].value
+    given = [
+        *(at.value if isinstance(at, ast.Starred) else at for at in call.args),
+        *(at.value for at in call.keywords),
+    ]
+    return (
+        all(isinstance(at, ast.Expr) and isinstance(at.value, ast.Constant) for at in body[:-1])  # its docstring
+        and ast.unparse(call.func) == "super().compute_loss"
+        and all(isinstance(at, ast.Name) for at in given)
+    )
 
 
 class DataMixin:

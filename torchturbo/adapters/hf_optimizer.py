@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,19 @@ log = get_logger(__name__)
 NAME = "optimizer.name"
 ARGUMENTS = ("optim", "optim_args", "optim_target_modules")
 """Training arguments that choose an optimizer, or mean the one they choose."""
+SHARDED = frozenset(
+    {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "stable_adamw", "grokadamw"}
+    | {"schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"}
+)
+"""Values of ``optim`` that were seen to train a sharded model as a whole one."""
+NOT_SHARDED: tuple[tuple[str, str], ...] = (
+    ("adalomo|lomo", "updates a parameter in the backward pass, before its gradient is that of all ranks"),
+    ("adafactor", "keeps the means of whole rows and columns, and a rank has a shard of a matrix"),
+    ("(galore|apollo)_.*", "projects whole matrices, and a rank has a shard of each"),
+    ("adamw_torch_[48]bit", "keeps its state in tensors of torchao's, which no checkpoint of shards can hold"),
+    (".*8bit|.*_bnb.*|(paged_)?(lion|adamw|ademamix)(_32bit)?", "is of bitsandbytes, which knows no sharded tensors"),
+)
+"""Values of ``optim``, as patterns, that a sharded model can't be trained with, and why."""
 
 
 class OptimizerMixin:
@@ -47,8 +61,11 @@ class OptimizerMixin:
             "Trainer(optimizers)": self.optimizer,
             "Trainer(optimizer_cls_and_kwargs)": self.optimizer_cls_and_kwargs,
         }
-        if problems := optimizer_clashes(config, said_values(self.args), given):
+        said = said_values(self.args)
+        if problems := optimizer_clashes(config, said, given):
             fail(problems)
+        if self.turbo.context.sharded and (name := _chosen(said)) and name not in SHARDED:
+            log.warning_rank0("%s: %s was never tried on a sharded model", place("optim", typed=False), name)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer that the configuration names, or Trainer's own."""
@@ -122,5 +139,21 @@ def optimizer_clashes(
     others = [place(name, typed) for name in ARGUMENTS if said.get(name)]
     others += [where for where, value in (given or {}).items() if value is not None]
     asked = config.origin(NAME).place or NAME
-    message = f"is for another optimizer, and {asked} asks for {config.optimizer.name}"
+    message = f"chooses an optimizer, and {asked} {config.optimizer.name} chooses another"
     return [Problem(where, NAME, message, "leave one of them out") for where in others]
+
+
+def shard_clashes(said: Mapping[str, Any], sharded: bool, *, typed: bool = False) -> list[Problem]:
+    """Return a problem where the chosen optimizer can't go over a sharded model; ``said`` are training arguments."""
+    name = _chosen(said)
+    reason = next((reason for pattern, reason in NOT_SHARDED if re.fullmatch(pattern, name)), None)
+    if not sharded or reason is None:
+        return []
+    remedy = f"use adamw_torch, the key {NAME} with muon, or one process"
+    return [Problem(place("optim", typed), "", f"{name} {reason}", remedy)]
+
+
+def _chosen(said: Mapping[str, Any]) -> str:
+    """Return the value of ``optim``, empty where it is the default."""
+    name = said.get("optim", "")
+    return str(getattr(name, "value", name))

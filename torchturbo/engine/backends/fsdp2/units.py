@@ -107,9 +107,9 @@ def _experts(layer: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _own_embeddings(model: nn.Module) -> nn.Module | None:
     embeddings = input_embeddings(base_model(model))
-    weight = getattr(embeddings, "weight", None)
-    if not isinstance(embeddings, nn.Embedding) or not isinstance(weight, nn.Parameter):
+    if not isinstance(embeddings, nn.Embedding):  # PEFT's wrapper would compute a weight when it is asked for one
         return None
+    weight = embeddings._parameters.get("weight")
     uses = Counter(
         id(parameter)
         for module in model.modules()
