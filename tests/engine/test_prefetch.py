@@ -96,9 +96,9 @@ BY_STRATEGY: list[tuple[tuple[Model, dict[str, Any]], str, str]] = [
         "root: L3 | L3: E3 L2 | E3: E2 | L2: L1 | E2: E1 | L1: L0 | L0: embed",
     ),
     (
-        (MOE, {"strategy": "auto", "ep_size": 2}),
-        "root: root | embed: embed | L0: L0 E0 L1 | E0: E1 | L1: L2 | E1: E2 | L2: L3 | E2: E3",
-        "root: L3 | L3: E3 L2 | E3: E2 | L2: L1 | E2: E1 | L1: L0 | E1: E0 | E0: embed",
+        (MOE, {"strategy": "auto", "ep_size": 2}),  # experts that no rank has to gather are not asked for ahead
+        "root: root | embed: embed | L0: L0 L1 | E0: E0 | L1: L2 | E1: E1 | L2: L3 | E2: E2 | E3: E3",
+        "root: L3 | L3: L2 | E3: E3 | L2: L1 | E2: E2 | L1: L0 | E1: E1 | L0: E0 | E0: embed",
     ),
     (
         (DENSE, {"strategy": "auto", "forward_prefetch_depth": 2}),
@@ -176,7 +176,10 @@ def test_a_line_says_what_was_chosen_and_why() -> None:
     cases = {
         "prefetch: auto chose native: without expert parallelism": (MOE, settings("auto")),
         "prefetch: auto chose expert_lookahead: a depth of 2": (MOE, settings("auto", forward_prefetch_depth=2)),
-        "prefetch: auto chose expert_lookahead: expert parallelism waits": (MOE, settings("auto", ep_size=2)),
+        "prefetch: auto chose expert_with_layer: layers wait for routing; experts stay whole on their ranks": (
+            MOE,
+            settings("auto", ep_size=2),
+        ),
         "prefetch: auto chose expert_with_layer: a depth of 2": (DENSE, settings("auto", backward_prefetch_depth=2)),
         "prefetch: expert_lookahead gathers layers ahead; the model has no": (DENSE, settings("expert_lookahead")),
         "no prefetch: the model has fewer than two layers": (one, settings("auto")),

@@ -179,12 +179,13 @@ def test_a_stack_asks_for_nothing_of_the_next() -> None:
         ("native", "own order", {"depth": 1, "ep_size": 1, "expert_bytes": 0}),
         ("native", "own order", {"depth": 1, "ep_size": 1, "expert_bytes": 99 << 20}),
         ("expert_with_layer", "depth of 2", {"depth": 2, "ep_size": 1, "expert_bytes": 0}),
-        ("expert_with_layer", "layers only", {"depth": 2, "ep_size": 1, "expert_bytes": 0}),
+        ("expert_with_layer", "dense: layers only", {"depth": 2, "ep_size": 1, "expert_bytes": 0}),
         ("expert_lookahead", "depth of 2", {"depth": 2, "ep_size": 1, "expert_bytes": 11 << 20}),
         ("expert_with_layer", "routing", {"depth": 1, "ep_size": 2, "expert_bytes": 10 << 20}),
-        ("expert_with_layer", "10.0 MiB, the rest of it 10.0 MiB", {"depth": 1, "ep_size": 2, "expert_bytes": 10 << 20}),
+        ("expert_with_layer", "10 MiB of experts, 10 MiB else", {"depth": 1, "ep_size": 2, "expert_bytes": 10 << 20}),
+        ("expert_with_layer", "experts stay whole", {"depth": 1, "ep_size": 8, "expert_bytes": 0}),
         ("expert_lookahead", "routing", {"depth": 1, "ep_size": 2, "expert_bytes": 11 << 20}),
-        ("expert_lookahead", "11.0 MiB, the rest of it 10.0 MiB", {"depth": 1, "ep_size": 2, "expert_bytes": 11 << 20}),
+        ("expert_lookahead", "11 MiB of experts, 10 MiB else", {"depth": 1, "ep_size": 2, "expert_bytes": 11 << 20}),
     ],
 )  # fmt: skip
 def test_auto_chooses_and_says_why(strategy: str, words: str, facts: dict[str, int]) -> None:
@@ -193,6 +194,7 @@ def test_auto_chooses_and_says_why(strategy: str, words: str, facts: dict[str, i
 
     assert strategy == choice.strategy
     assert words in choice.reason
+    assert len(f"prefetch: auto chose {choice.strategy}: {choice.reason}") <= 115
 
 
 def test_the_lists_need_no_torch() -> None:

@@ -22,6 +22,12 @@ class Done(NamedTuple):
     err: str
 
     @property
+    def errors(self) -> list[str]:
+        """The errors that the plan tells, each on one line again."""
+        section = self.out.partition("\nerrors\n")[2].partition("\n\n")[0]
+        return [" ".join(text.split()) for text in section.split("error: ")[1:]]
+
+    @property
     def json(self) -> Any:
         """The document that it printed."""
         return json.loads(self.out)

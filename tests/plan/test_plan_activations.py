@@ -107,7 +107,7 @@ def test_a_sharded_rank_holds_about_what_was_planned() -> None:
         context = Context(world_size=2)
         Engine(settings, context)
         facts = settled_facts(model, settings, context)
-        lists = order_of(model, facts, settings, context).lists
+        lists = order_of(model, settings, context).lists
         bf16 = 2 if settings.mixed_precision == "bf16" else None
         held = passing(facts.weights, facts.layers, lists, itemsize=bf16, reshard=True)
         state = parameter_bytes(facts.weights) + gradient_bytes(facts.weights)

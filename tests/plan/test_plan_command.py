@@ -32,7 +32,7 @@ def test_mesh_and_batch_need_no_library(tmp_path: Path) -> None:
     done = python("-c", code, cwd=tmp_path, env={"COLUMNS": "80"})
     assert (0, "") == (done.returncode, done.stderr)
     assert "plan for 16,384 ranks on 2,048 nodes of 8, no errors" in done.stdout
-    for line in ("dp        4,096       4  0, 4, 8 … 16380  yes", "sp            4   4,096  0-3              no"):
+    for line in ("dp    4,096       4  0, 4, 8 … 16380  yes", "sp        4   4,096  0-3              no"):
         assert line in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -67,12 +67,14 @@ def test_a_mesh_that_can_not_be(plan: Run) -> None:
     done = plan("--world_size", 12, "--tt_sp_size", 5, "--tt_ep_size", 7)
     assert 2 == done.status
     assert [
-        "error: --tt_sp_size: parallel_plan.sp_size: 5 ranks share a sequence, but dp_size = world_size / sp_size"
+        "--tt_sp_size: parallel_plan.sp_size: 5 ranks share a sequence, but dp_size = world_size / sp_size"
         " = 12 / 5 = 2.4 is no whole number; use 4 or 6, or 10 or 15 ranks",
-        "error: --tt_ep_size: parallel_plan.ep_size: 7 ranks share a set of experts, but ep_fsdp_size = world_size / ep_size"
+        "--tt_ep_size: parallel_plan.ep_size: 7 ranks share a set of experts, but ep_fsdp_size = world_size / ep_size"
         " = 12 / 7 = 1.71429 is no whole number; use 6 or 12, or 7 or 14 ranks",
-    ] == done.err.splitlines()
-    assert "2 errors" in done.out and "mesh" not in done.out
+    ] == done.errors
+    assert "error: the launch would stop at 2 errors: the plan tells them\n" == done.err
+    assert "2 errors" in done.out and "\nmesh" not in done.out and max(map(len, done.out.splitlines())) <= 80
+    assert done.out.endswith("\n\nnot worked out because of the errors: mesh, batch\n")
     done = plan("--world_size", 12, "--tt_gbs", 7, "--format", "json")
     assert (2, "", ["gbs"]) == (done.status, done.err, [error["key"] for error in done.json["errors"]])
 
@@ -171,24 +173,93 @@ def test_everything_wrong_is_told_at_once(plan: Run, models: Path) -> None:
         "attention heads",
         "diffusion.cap_lambda",
     ):
-        assert text in done.err, done.err
-    assert len(set(done.err.splitlines())) == len(done.err.splitlines())
+        assert any(text in error for error in done.errors), done.out
+    assert len(set(done.errors)) == len(done.errors)
+    assert done.out.endswith("not worked out because of the errors: batch, model, memory\n")
+
+
+def test_errors_of_one_kind_do_not_hide_those_of_another(plan: Run, models: Path) -> None:
+    """A batch or a model that can't be leaves the files to be read, a mistyped option the sizes of the mesh."""
+    Path("bad.jsonl").write_text('{"text": 3}\n')
+    for words in (("--tt_gbs", 3, "--model", models / "dense"), ("--model", "./nowhere"), ()):
+        for file, told in (("none.jsonl", "no file none.jsonl"), ("bad.jsonl", "bad.jsonl:1")):
+            done = plan("--world_size", 2, *words, "--dataset", file)
+            assert told in str(done.errors) and bool(words) + 1 == len(done.errors), done.out
+    # The dataset's tokens are looked at with a wrong batch, too.
+    tiny.write_jsonl(Path("rows.jsonl"), [{"prompt": "x" * 99, "completion": "y"}])
+    done = plan(
+        "--world_size", 2, "--tt_gbs", 3, "--model", models / "dense", "--dataset", "rows.jsonl", "--cutoff_len", 8
+    )
+    assert ["gbs", "--dataset"] == [error.split(": ")[1 if "gbs" in error else 0] for error in done.errors]
+    line = ("--world_size", 8, "--tt_ep_size", 3, "--tt_spsize", 2, "--leraning_rate", 1, "--tt_gbs", 3)
+    done = plan(*line)
+    assert ["--leraning_rate", "--tt_spsize", "--tt_ep_size"] == [error.partition(":")[0] for error in done.errors]
+
+
+def test_a_mistyped_model_is_told_without_a_wait(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that only the Hub could have is asked for once, and a folder with a name like it is offered."""
+    from torchturbo.train import model
+
+    asked = []
+
+    def unreachable() -> None:
+        asked.append(1)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(model, "get_session", unreachable)
+    monkeypatch.setattr(model.constants, "HF_HUB_OFFLINE", False)
+    Path("model").mkdir()
+    done = plan("--world_size", 2, "--model", "mo")
+    assert (2, [1]) == (done.status, asked)
+    assert [
+        "--model_name_or_path: mo is no local folder, and https://huggingface.co can't be reached: "
+        "Name or service not known; did you mean the folder model?"
+    ] == done.errors
+
+
+def test_sequences_longer_than_the_model_s_positions_are_warned_of(plan: Run, models: Path) -> None:
+    """The default length counts, unless rows that were read are shorter."""
+    tiny.write_jsonl(Path("rows.jsonl"), tiny.rows(8))
+    line = ("--world_size", 1, "--model", models / "dense", "--format", "json")
+    text = "a sequence can have 2,048 tokens, and the model was made for 128 positions"
+    assert [("--cutoff_len", text)] == [(one["place"], one["message"]) for one in plan(*line).json["warnings"]]
+    for more in (("--cutoff_len", 128), ("--dataset", "rows.jsonl")):
+        assert [] == plan(*line, *more).json["warnings"]
+
+
+def test_axes_of_experts_are_shown_where_there_are_experts(plan: Run, models: Path) -> None:
+    """A dense model has none to divide; JSON tells every axis."""
+    for name, rows in (("dense", 0), ("moe", 2)):
+        line = ("--world_size", 2, "--cutoff_len", 64, "--model", models / name)
+        assert rows == len([row for row in plan(*line).out.splitlines() if row.startswith("  ep")])
+        assert 4 == len(plan(*line, "--format", "json").json["mesh"])
 
 
 def test_a_dataset_is_checked_row_by_row(plan: Run, models: Path) -> None:
     """As the launch does before it reads a weight."""
     Path("bad.jsonl").write_text('{"text": 3}\n')
     done = plan("--world_size", 2, "--model", models / "dense", "--dataset", "bad.jsonl")
-    assert 2 == done.status and "bad.jsonl:1" in done.err
+    assert 2 == done.status and "bad.jsonl:1" in done.out
 
 
 def test_a_configuration_is_model_enough(plan: Run, models: Path) -> None:
     """No weight is read, so a folder without weights does; the launch's complaint is a warning here."""
-    done = plan("--world_size", 2, "--model", models / "config", "--format", "json", "--per_device_train_batch_size", 1)
+    done = plan(
+        "--world_size",
+        2,
+        "--model",
+        models / "config",
+        "--format",
+        "json",
+        "--per_device_train_batch_size",
+        1,
+        "--cutoff_len",
+        128,
+    )
     assert (0, 0) == (done.status, done.json["memory"]["attention_mask"])
     assert ["holds no weights" in warning["message"] for warning in done.json["warnings"]] == [True]
     done = plan("--world_size", 2, "--model", "./nowhere")
-    assert (2, "error: --model_name_or_path: there is no folder nowhere\n") == (done.status, done.err)
+    assert (2, ["--model_name_or_path: there is no folder nowhere"]) == (done.status, done.errors)
 
 
 def test_weight_files_are_held_against_the_model(plan: Run, models: Path, tmp_path: Path) -> None:
@@ -200,9 +271,9 @@ def test_weight_files_are_held_against_the_model(plan: Run, models: Path, tmp_pa
     (folder / "tokenizer.json").write_text("{}")
     done = plan("--world_size", 2, "--model", folder)
     assert 2 == done.status
-    assert "model.layers.0.mlp.down_proj.weight as [32, 48], the model expects [32, 64]" in done.err
-    assert "no usable tokenizer" in done.err
-    assert "model.layers.0.mlp" not in plan("--world_size", 1, "--model", folder).err  # one process reads it whole
+    assert "model.layers.0.mlp.down_proj.weight as [32, 48], the model expects [32, 64]" in str(done.errors)
+    assert "no usable tokenizer" in str(done.errors)
+    assert "model.layers.0.mlp" not in plan("--world_size", 1, "--model", folder).out  # one process reads it whole
 
 
 def test_a_checkpoint_that_can_not_be_resumed(plan: Run, models: Path) -> None:
@@ -210,10 +281,10 @@ def test_a_checkpoint_that_can_not_be_resumed(plan: Run, models: Path) -> None:
     tiny.write_jsonl(Path("rows.jsonl"), tiny.rows(8))
     line = ("--world_size", 2, "--model", models / "dense", "--dataset", "rows.jsonl", "--output_dir", "out")
     done = plan(*line, "--resume_from_checkpoint", "true")
-    assert 2 == done.status and "--resume_from_checkpoint" in done.err
+    assert 2 == done.status and "--resume_from_checkpoint" in done.out
     Path("out/checkpoint-1").mkdir(parents=True)
     Path("out/checkpoint-1/trainer_state.json").write_text("{}")
-    assert "--output_dir" in plan(*line).err
+    assert "--output_dir" in plan(*line).out
     done = plan("--world_size", 2, "--model", models / "dense", "--dataset", "rows.jsonl", "--tt_resume_allow", "gbs")
     assert "says nothing to a run that resumes nothing" in done.out
 

@@ -168,7 +168,7 @@ class Rates(TrainerCallback):  # type: ignore[misc]
 @pytest.mark.parametrize(
     "words", [[], ["--tt_gbs", "2"], ["--tt_mixed_precision", "bf16", "--packing", "--cutoff_len", "99"]]
 )
-def test_a_resumed_run_is_bit_equal(words: list[str], material: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_equal(words: list[str], material: Path, tmp_path: Path, logged: list[str]) -> None:
     """Losses, weights and optimizer are those of the run that was never interrupted."""
     whole = train(command(material, tmp_path / "whole", "--save_steps", "2", *words))
     with pytest.raises(KeyboardInterrupt):
@@ -176,6 +176,7 @@ def test_a_resumed_run_is_bit_equal(words: list[str], material: Path, tmp_path: 
 
     rest = train(command(material, tmp_path / "part", "--save_steps", "2", "--resume_from_checkpoint", "true", *words))
 
+    assert any(line.startswith("done: steps 5-6 of 6 in ") for line in logged)
     assert losses(rest) == losses(whole)
     for name, tensor in weights(tmp_path / "whole").items():
         assert torch.equal(tensor, weights(tmp_path / "part")[name]), name

@@ -52,7 +52,8 @@ def run(words: Sequence[str]) -> int:
     if plan.errors and options.format == "text":
         if sys.stdout.isatty() and sys.stderr.isatty():
             print()
-        print_errors(map(str, plan.errors))
+        found = len(plan.errors)
+        print_errors([f"the launch would stop at {f'{found} errors' if found > 1 else '1 error'}: the plan tells them"])
     return BAD_INPUT if plan.errors else 0
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
-from unittest import mock
 
 from torchturbo.adapters import base
 from torchturbo.config.commandline import CommandLine, read_command_line
@@ -46,8 +45,7 @@ def examine(request: Request) -> Plan:
     line = read_command_line(request.words)
     with _listening(plan.warnings):
         if line.rest:
-            with mock.patch.dict(os.environ):
-                _leave_launch(os.environ)
+            with _outside_launch(os.environ):
                 from torchturbo.plan.training import examine_training
 
                 examine_training(line, plan)
@@ -68,10 +66,21 @@ def _examine_configuration(line: CommandLine, plan: Plan) -> None:
         lay_out(config, MICRO_BATCH, ACCUMULATION, plan)
 
 
-def _leave_launch(environ: MutableMapping[str, str]) -> None:
-    """Forget the launcher's variables for a while: with them TrainingArguments would wait for the other ranks."""
+@contextmanager
+def _outside_launch(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Forget the launcher's variables in this block: with them TrainingArguments would wait for the other ranks.
+
+    Variables that libraries set in it go again, too.
+    """
+    before = dict(environ)
     for name in LAUNCHER:
         environ.pop(name, None)
+    try:
+        yield
+    finally:
+        for name in environ.keys() - before.keys():
+            del environ[name]
+        environ.update(before)
 
 
 @contextmanager

@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 
 
 def configuration(merged: Merged, plan: Plan) -> EngineConfig | None:
-    """Return the configuration of merged layers where they make one; what is wrong with them goes into the plan."""
+    """Return the configuration of merged layers where they make one; what is wrong with them goes into the plan.
+
+    Where they make none, the sizes of the mesh can be told wrong all the same: each is held against the ranks alone.
+    The batch is not, since a mistyped option may have been meant to change what it has to be.
+    """
     plan.errors += base.config_problems(merged)
-    return None if merged.problems else config_of(merged)
+    if not merged.problems:
+        return config_of(merged)
+    plan.errors += mesh_problems(config_of(merged._replace(problems=[])), plan.world_size)
+    return None
 
 
 def lay_out(config: EngineConfig, micro_batch: int, accumulation: int, plan: Plan) -> None:

@@ -11,7 +11,7 @@ AXES = {
     "dp": "see different data",
     "sp": "share a sequence",
     "ep_fsdp": "shard one expert set",
-    "ep": "hold other experts",
+    "ep": "divide the experts",
 }
 """Every axis, and what the ranks of one of its groups do."""
 

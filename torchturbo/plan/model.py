@@ -9,7 +9,7 @@ from torchturbo.engine.backends.fsdp2.offload import choose
 from torchturbo.engine.backends.fsdp2.prefetch import prefetch_lists
 from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.engine.steps import freeze, precision
-from torchturbo.engine.steps.prefetch import AUTO, chosen
+from torchturbo.engine.steps.prefetch import AUTO, chosen, listed_layers
 from torchturbo.plan import advice
 from torchturbo.plan.activations import estimate
 from torchturbo.plan.facts import Facts, facts_of
@@ -54,8 +54,9 @@ def examine_model(
     facts = settled_facts(model, config, context)
     computes_in = "bf16" if config.mixed_precision == "bf16" else "fp32"
     plan.model = Model(name, type(model).__name__, facts.parameters, facts.trained, len(facts.layers), computes_in)
+    plan.has_experts = any(layer.experts for layer in facts.layers)
     if context.sharded and len(facts.layers) > 1:
-        plan.order = order_of(model, facts, config, context)
+        plan.order = order_of(model, config, context)
     optim = str(getattr(training.optim, "value", training.optim))
     optimizer = optimizer_of(facts.weights, optim, config.optimizer.name, facts.matrices)
     rows = training.per_device_train_batch_size
@@ -73,17 +74,17 @@ def settled_facts(model: nn.Module, config: EngineConfig, context: Context) -> F
     return facts_of(model, context)
 
 
-def order_of(model: nn.Module, facts: Facts, config: EngineConfig, context: Context) -> Order:
+def order_of(model: nn.Module, config: EngineConfig, context: Context) -> Order:
     """Return the order of gathers that the step "prefetch" would set up."""
     section = config.backend_config
     strategy: str = section.prefetch_strategy
     depths = section.forward_prefetch_depth, section.backward_prefetch_depth
     reason = ""
+    units = find_units(model)
+    layers = tuple(listed_layers(units, strategy, context.plan))
     if strategy == AUTO:
-        strategy, reason = chosen(find_units(model), config, context.plan.ep_size)
-    return Order(
-        strategy, reason, facts.layers, prefetch_lists(facts.layers, strategy, section.prefetch_direction, *depths)
-    )
+        strategy, reason = chosen(units, config, context.plan)
+    return Order(strategy, reason, layers, prefetch_lists(layers, strategy, section.prefetch_direction, *depths))
 
 
 def _passing(facts: Facts, config: EngineConfig, order: Order | None) -> Passing:

@@ -95,6 +95,10 @@ class Plan:
     available: int | None = None
     """Bytes of device memory of one rank."""
     order: Order | None = None
+    has_experts: bool = False
+    """Whether the model is known to be a mixture of experts."""
+    names_model: bool = False
+    """Whether a model was named, so that its memory was asked for."""
     errors: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 

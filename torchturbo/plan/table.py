@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torchturbo
 from torchturbo.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, width
-from torchturbo.errors import printable
+from torchturbo.errors import Problem, printable
 from torchturbo.observe.size import size
 from torchturbo.plan.mesh import AXES, ranks_text
 from torchturbo.plan.report import Memory, Order, Plan
@@ -21,8 +21,9 @@ SHOWN_UNITS = 4
 
 
 def as_text(plan: Plan) -> str:
-    """Return the plan as text; errors are printed apart."""
-    sections = [_title(plan), _mesh(plan), _batch(plan), _model(plan), _memory(plan), _prefetch(plan), _warnings(plan)]
+    """Return the plan as text; what is wrong stands at its end."""
+    sections = [_title(plan), _mesh(plan), _batch(plan), _model(plan), _memory(plan), _prefetch(plan)]
+    sections += [_problems("warning", YELLOW, plan.warnings), _problems("error", RED, plan.errors), _missing(plan)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -52,10 +53,16 @@ def _mesh(plan: Plan) -> str:
             AXES[axis.name],
         )
         for axis in plan.axes
+        if not axis.name.startswith("ep") or _divides_experts(plan)
     ]
     if plan.nodes == 1:
         rows = [(*row[:4], row[5]) for row in rows]
     return _section("mesh", _columns(rows, right=(1, 2)))
+
+
+def _divides_experts(plan: Plan) -> bool:
+    """Return whether the axes of experts say anything: a dense model has none."""
+    return plan.has_experts or any(axis.name == "ep" and axis.size > 1 for axis in plan.axes or ())
 
 
 def _batch(plan: Plan) -> str:
@@ -163,11 +170,23 @@ def _short(name: str) -> str:
     return f"{'experts' if len(parts) > at + 1 else 'layer'} {parts[at]}"
 
 
-def _warnings(plan: Plan) -> str:
-    lines = []
-    for problem in plan.warnings:
-        lines.append(f"  {paint('warning:', YELLOW)} {_wrapped(printable(str(problem)), ' ' * 11).lstrip()}")
-    return _section("warnings", lines)
+def _problems(word: str, colour: str, problems: Sequence[Problem]) -> str:
+    indent = " " * (len(word) + 4)
+    lines = [
+        f"  {paint(f'{word}:', colour)} {_wrapped(printable(str(problem)), indent).lstrip()}" for problem in problems
+    ]
+    return _section(f"{word}s", lines)
+
+
+def _missing(plan: Plan) -> str:
+    """Return which parts of the plan the errors left nothing to work out from."""
+    parts: dict[str, object] = {"mesh": plan.axes, "batch": plan.batch}
+    if plan.names_model:
+        parts |= {"model": plan.model, "memory": plan.memory}
+    names = [name for name, part in parts.items() if part is None]
+    if not names or not plan.errors:
+        return ""
+    return _wrapped(f"not worked out because of the errors: {', '.join(names)}", "")
 
 
 # ---- layout ----

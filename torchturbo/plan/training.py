@@ -13,11 +13,13 @@ from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import ConfigError, Problem
+from torchturbo.parallel.batch import BatchPlan
+from torchturbo.parallel.mesh import is_sharded
 from torchturbo.plan.layout import configuration, lay_out
 from torchturbo.plan.model import examine_model
 from torchturbo.plugins.contract import Run
 from torchturbo.plugins.load import load_plugins
-from torchturbo.runtime import Runtime, current_runtime
+from torchturbo.runtime import current_runtime
 from torchturbo.train.arguments import make_training_arguments
 from torchturbo.train.commandline import TAKEN_OVER, read_everything
 from torchturbo.train.model import (
@@ -33,22 +35,21 @@ from torchturbo.train.model import (
 )
 from torchturbo.train.paths import output_problems
 from torchturbo.train.prepare import Job, argument_problems, compare, encode, model_problems, with_evaluation
-from torchturbo.train.rows import read_files
+from torchturbo.train.rows import Row, SourceFile, read_files
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from torchturbo.config.commandline import CommandLine
-    from torchturbo.engine.config import EngineConfig
     from torchturbo.plan.report import Plan
-    from torchturbo.plugins.contract import Plugin
-    from torchturbo.train.arguments import Parsed
+    from torchturbo.train.arguments import ModelArguments, Parsed
 
 
 def examine_training(line: CommandLine, plan: Plan) -> None:
     """Work out what a training command line would do on the ranks of a plan."""
     found = read_everything(line, complete=False)
-    plan.errors += [problem for problem in found.problems if not _is_lack_of_weights(problem, found.parsed)]
+    plan.errors += [problem for problem in found.problems if not _is_lack_of_weights(problem, found.parsed.model)]
+    plan.names_model = bool(found.parsed.model.model_name_or_path)
     config = configuration(found.merged, plan)
     if config is None:
         return
@@ -72,8 +73,23 @@ def examine_training(line: CommandLine, plan: Plan) -> None:
     plan.errors += _folder_problems(parsed, training)
     plugins, wrong = load_plugins(config, TurboTrainer.turbo_framework)
     plan.errors += wrong + term_clashes(plugins, training.label_smoothing_factor, typed=True)
+    rows, files = _rows(parsed, plan)
     if parsed.model.model_name_or_path:
-        _examine_model(parsed, training, config, runtime, plugins, plan)
+        job = Job(config, parsed.model, parsed.data, training, runtime, _batch(plan), files=files, plugins=plugins)
+        _examine_model(job, rows, plan)
+
+
+def _rows(parsed: Parsed, plan: Plan) -> tuple[list[list[Row]], list[SourceFile]]:
+    """Read the rows of training and evaluation; what is wrong with their files needs neither a model nor a batch."""
+    rows, files, bad = read_files(parsed.data.dataset, "--dataset")
+    eval_rows, _, eval_bad = read_files(parsed.data.eval_dataset, "--eval_dataset")
+    plan.errors += bad + eval_bad
+    return ([] if bad or eval_bad else [rows, eval_rows]), files
+
+
+def _batch(plan: Plan) -> BatchPlan:
+    """Return the batch, or one micro-batch of one rank where the batch is wrong: rows can be checked with it, too."""
+    return plan.batch or BatchPlan(1, 1, 1)
 
 
 def _folder_problems(parsed: Parsed, training: TrainingArguments) -> list[Problem]:
@@ -98,49 +114,53 @@ def _resume(training: TrainingArguments) -> Path | Problem | None:
     return find_checkpoint(wanted, Path(str(training.output_dir)).expanduser(), "--resume_from_checkpoint")
 
 
-def _examine_model(
-    parsed: Parsed,
-    training: TrainingArguments,
-    config: EngineConfig,
-    runtime: Runtime,
-    plugins: list[Plugin],
-    plan: Plan,
-) -> None:
-    name = str(parsed.model.model_name_or_path)
+def _examine_model(job: Job, rows: list[list[Row]], plan: Plan) -> None:
+    name = str(job.model_arguments.model_name_or_path)
     if problem := folder_problem(name):
-        if not _is_lack_of_weights(problem, parsed):
+        if not _is_lack_of_weights(problem, job.model_arguments):
             plan.errors.append(problem)
             return
         plan.warnings.append(problem._replace(message=f"{problem.message}: enough for a plan", remedy=""))
     try:
-        model_config = load_config(parsed.model)
+        job.model_config = load_config(job.model_arguments)
     except ConfigError as error:
         plan.errors += error.problems
         return
-    folder = Path(str(training.output_dir))
-    hooks = Hooks(Run(config, runtime, plan.world_size, 0, folder), plugins)
-    engine = Engine(config, Context(runtime, plan.world_size, hooks=hooks))
-    if plan.batch is not None:
-        job = Job(config, parsed.model, parsed.data, training, runtime, plan.batch, plugins=plugins)
-        job.model_config = model_config
-        if problem is None or parsed.data.dataset:
-            _examine_data(job, plan)
-        if problem is None and job.is_sharded:
-            plan.errors += _weight_problems(job)
-        if job.train_set is not None or training.max_steps > 0:
-            plan.steps = job.steps
-    model = empty_model(parsed.model, model_config)
-    found = model_problems(model, training, engine)
+    run = Run(job.config, job.runtime, plan.world_size, 0, Path(str(job.training.output_dir)))
+    engine = Engine(job.config, Context(job.runtime, plan.world_size, hooks=Hooks(run, job.plugins)))
+    if problem is None or job.data.dataset:
+        _examine_data(job, rows, plan)
+    if problem is None and is_sharded(job.config, plan.world_size):
+        plan.errors += _weight_problems(job)
+    if plan.batch is not None and (job.train_set is not None or job.training.max_steps > 0):
+        plan.steps = job.steps
+    plan.warnings += _too_long(job)
+    model = empty_model(job.model_arguments, job.model_config)
+    found = model_problems(model, job.training, engine)
     plan.errors += found
     if model is None:
         plan.warnings.append(Problem("--model_name_or_path", "", f"{name} can't be built without its weights"))
     elif not found and plan.axes is not None:
-        examine_model(model, name, engine, training, parsed.data, plan)
+        examine_model(model, name, engine, job.training, job.data, plan)
 
 
-def _is_lack_of_weights(problem: Problem, parsed: Parsed) -> bool:
+def _too_long(job: Job) -> list[Problem]:
+    """Warn of sequences that are longer than the model was made for; rows that were read say how long theirs are."""
+    text = job.model_config.get_text_config()
+    room = getattr(text, "max_position_embeddings", None)
+    longest = job.data.cutoff_len
+    if job.train_set is not None:
+        sets = [rows for rows in (job.train_set, job.eval_set) if rows is not None]
+        longest = max(len(rows[at]["input_ids"]) for rows in sets for at in range(len(rows)))
+    if not isinstance(room, int) or longest <= room:
+        return []
+    message = f"a sequence can have {longest:,} tokens, and the model was made for {room:,} positions"
+    return [Problem("--cutoff_len", "", message, f"use --cutoff_len {room}")]
+
+
+def _is_lack_of_weights(problem: Problem, model: ModelArguments) -> bool:
     """Return whether a problem is that a model's folder holds its configuration alone, which is enough for a plan."""
-    name = parsed.model.model_name_or_path
+    name = model.model_name_or_path
     if not name or not (Path(name).expanduser() / "config.json").is_file():
         return False
     has_weights = any(True for pattern in WEIGHTS for _ in Path(name).expanduser().glob(pattern))
@@ -158,18 +178,16 @@ def _weight_problems(job: Job) -> list[Problem]:
     return mismatches(job.model_arguments, job.model_config, source)
 
 
-def _examine_data(job: Job, plan: Plan) -> None:
-    """Read tokenizer and dataset as a run does, as far as they are named, and hold them against a checkpoint."""
+def _examine_data(job: Job, rows: list[list[Row]], plan: Plan) -> None:
+    """Read tokenizer and rows as a run does, as far as they are named, and hold them against a checkpoint."""
     try:
         job.tokenizer = load_tokenizer(job.model_arguments)
-        if job.data.dataset:
-            rows, job.files, bad = read_files(job.data.dataset, "--dataset")
-            eval_rows, _, eval_bad = read_files(job.data.eval_dataset, "--eval_dataset")
-            if bad or eval_bad:
-                raise ConfigError([*bad, *eval_bad])
-            encode(job, rows, eval_rows)
-            resume = _resume(job.training)
-            job.resume = resume if isinstance(resume, Path) else None
+        if not job.data.dataset or not rows:
+            return
+        encode(job, *rows)
+        resume = _resume(job.training)
+        job.resume = resume if isinstance(resume, Path) else None
+        if plan.batch is not None:
             compare(job)
     except ConfigError as error:
         plan.errors += error.problems

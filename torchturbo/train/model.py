@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import pickle
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session, hf_hub_url, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -24,6 +27,9 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_em
 """Names of tables of learned positions in Transformers' models."""
 MOST_OFFSET = 2
 """Rows that OPT and its kin keep free at the start of their table."""
+PATIENCE = 10
+"""Seconds to wait for the Hub's first answer."""
+NO_NEAR = "give a local folder, or check the name and the network"
 
 
 def folder_problem(name: str) -> Problem | None:
@@ -83,12 +89,14 @@ def missing_folder(name: str, place: str) -> Problem | None:
 def load_config(arguments: ModelArguments) -> Any:
     """Return the model's configuration; raises :class:`ConfigError` for what is no causal language model."""
     name = _required(arguments)
+    if problem := unreachable(name, PLACE, arguments.model_revision):
+        raise ConfigError([problem])
     try:
         config = AutoConfig.from_pretrained(
             name, revision=arguments.model_revision, trust_remote_code=arguments.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError([_hub_problem(PLACE, name, error)]) from error
+    except Exception as error:  # the Hub's, and those of the checks that each configuration has of its own
+        raise ConfigError([_hub_problem(PLACE, name, error, "configuration")]) from error
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in auto_map:
         raise ConfigError([Problem(PLACE, "", f"{name}: {config.model_type} is no causal language model")])
@@ -237,6 +245,10 @@ def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any
         raise ConfigError([Problem("--attn_implementation", "", message, "install it, or use sdpa")]) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError([_hub_problem(PLACE, name, error)]) from error
+    except pickle.UnpicklingError as error:  # torch advises to run what the file brings along
+        message = f"{name}: its weights (*.bin) hold other things than tensors, so they are not loaded"
+        remedy = "use its safetensors files, or have whoever made it write some with save_pretrained"
+        raise ConfigError([Problem(PLACE, "", message, remedy)]) from error
     except RuntimeError as error:  # shapes that do not fit: it says so in a table, and not where
         if not (problems := mismatches(arguments, config, weight_source(arguments, config))):
             raise
@@ -260,12 +272,41 @@ def _hub_problem(place: str, name: str, error: Exception, what: str = "model") -
     """Return why something could not be loaded, without the trace of the network calls below it."""
     if Path(name).exists():
         return Problem(place, "", f"{name}: no usable {what}: {_short(error)}")
-    near = difflib.get_close_matches(name, [entry.name for entry in Path().iterdir() if entry.is_dir()], n=1)
-    remedy = f"did you mean the folder {near[0]}?" if near else "give a local folder, or check the name and the network"
-    return Problem(place, "", f"{name} is no local folder, and the Hub did not give it: {_short(error)}", remedy)
+    message = f"{name} is no local folder, and the Hub did not give it: {_short(error)}"
+    return Problem(place, "", message, _near_folder(name))
+
+
+def unreachable(name: str, place: str, revision: str) -> Problem | None:
+    """Return a problem for a name that only the Hub could have while the Hub can't be asked; None where it can.
+
+    The libraries would ask again and again for half a minute, with a warning each time; this asks once.
+    """
+    if constants.HF_HUB_OFFLINE or Path(name).expanduser().exists():
+        return None
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:
+        return None  # no name that the Hub could have, as the libraries will say
+    if isinstance(cached, str):
+        return None
+    try:
+        get_session().head(hf_hub_url(name, "config.json"), timeout=PATIENCE)
+    except Exception as error:  # the client's own types, which differ between versions of the library
+        message = f"{name} is no local folder, and {constants.ENDPOINT} can't be reached: {_short(error)}"
+        return Problem(place, "", message, _near_folder(name))
+    return None
+
+
+def _near_folder(name: str) -> str:
+    """Return as a remedy the folder that a mistyped or shortened name may have meant."""
+    path = Path(name).expanduser()
+    folders = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, folders, n=1)
+    near += [folder for folder in folders if folder.startswith(path.name)]
+    return f"did you mean the folder {path.with_name(near[0])}?" if near else NO_NEAR
 
 
 def _short(error: Exception) -> str:
     """Return the first sentence of an error; Transformers' go on for a paragraph."""
     text = getattr(error, "strerror", None) or str(error)
-    return " ".join(str(text).split())[:200] or type(error).__name__
+    return textwrap.shorten(str(text), 200, placeholder=" ...") or type(error).__name__

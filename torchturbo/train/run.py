@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboTrainer
-from torchturbo.checkpoint.damage import STATE_NAME
+from torchturbo.checkpoint.damage import STATE_NAME, saved_step
 from torchturbo.checkpoint.files import clear_staging, publish_files, remove, staging_folder
 from torchturbo.checkpoint.record import CONFIG_NAME, write_record
 from torchturbo.checkpoint.resume import checkpoints
@@ -27,7 +27,7 @@ from torchturbo.errors import ConfigError, Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import LogLevel, at_least, get_logger
 from torchturbo.observe.size import size
-from torchturbo.parallel.agree import together
+from torchturbo.parallel.agree import from_first, together
 from torchturbo.train.batches import Collator, packing_leak
 from torchturbo.train.commandline import Command, read_command
 from torchturbo.train.console import Progress, Watch, duration, library_bars
@@ -64,6 +64,8 @@ class TrainResult:
     """The most bytes this process held on its device, what the allocator keeps free included; None if not known."""
     trained: bool = True
     """Whether it took a step: a run that resumes from its own end takes none."""
+    resumed_at: int = 0
+    """Steps that the checkpoint had behind it from which the run was resumed."""
 
 
 def train(argv: Sequence[str], *, callbacks: Sequence[Any] = (), quiet: bool = False) -> TrainResult:
@@ -128,9 +130,19 @@ def _train(job: Job, model: Any, callbacks: Sequence[Any], quiet: bool) -> Train
 
 
 def _load_finished(job: Job, trainer: TurboTrainer) -> None:
-    """Take a finished run as it was saved: Trainer would train one more step, beyond the end of the schedule."""
+    """Take a finished run as it was saved, or as it was best where that was asked for.
+
+    Trainer would train one more step, beyond the end of the schedule.
+    """
     trainer._load_from_checkpoint(str(job.resume))
     trainer.state = TrainerState.load_from_json(str(job.resume / STATE_NAME))  # type: ignore[operator]
+    best = trainer.state.best_model_checkpoint
+    if not job.training.load_best_model_at_end or best is None:
+        return
+    if from_first("looking for the best model", Path(best).is_dir):
+        trainer._load_best_model()
+    else:
+        log.warning_rank0("%s, the best checkpoint, is gone: the model is the one of %s", best, job.resume)
 
 
 @contextmanager
@@ -261,6 +273,7 @@ def _result(job: Job, trainer: TurboTrainer, seconds: float, curve: Path | None)
         trainer=trainer,
         peak_memory=job.runtime.peak_memory(),
         trained=not job.is_finished,
+        resumed_at=0 if job.resume is None else saved_step(job.resume),
     )
 
 
@@ -305,13 +318,21 @@ def _summarise(result: TrainResult, say: Callable[..., None]) -> None:
     loss = "no loss was logged" if result.final_loss is None else f"final loss {result.final_loss:.4f}"
     if result.trained:
         memory = "" if result.peak_memory is None else f", peak memory {size(result.peak_memory)}"
-        say("done: %d steps in %s, %s%s", result.steps, duration(result.seconds), loss, memory)
+        say("done: %s in %s, %s%s", _steps(result.resumed_at, result.steps), duration(result.seconds), loss, memory)
     else:
         say("done: nothing was left of %d steps, %s", result.steps, loss)
     say("model: %s", result.output_dir)
     if result.curve is not None:
         say("loss curve: %s", result.curve)
     say("its settings: torchturbo config show %s %s", KEYS["config_path"].cli, result.output_dir / CONFIG_NAME)
+
+
+def _steps(before: int, steps: int) -> str:
+    """Return which steps were taken: a resumed run has taken the last ones only."""
+    if not before:
+        return f"{steps} steps"
+    taken = f"step {steps}" if before + 1 == steps else f"steps {before + 1}-{steps}"
+    return f"{taken} of {steps}"
 
 
 def _nothing(*args: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchturbo.engine.backends.fsdp2.prefetch import LOOKAHEAD, NATIVE, WITH_LAYER
+from torchturbo.observe.size import size
 
 
 class Choice(NamedTuple):
@@ -29,19 +30,15 @@ def choose_strategy(*, depth: int, ep_size: int, expert_bytes: int, other_bytes:
     ep_size
         Ranks among which each layer's experts are divided.
     expert_bytes, other_bytes
-        What one rank holds of a layer while it is gathered: its experts' share (0 of a dense model) and all else.
+        What one rank gathers of a layer: its experts' share, and all else. The share is 0 for a dense model, and
+        where every rank keeps experts of its own whole.
 
     """
     if depth == 1 and ep_size == 1:
         return Choice(NATIVE, "without expert parallelism FSDP2's own order overlaps one layer ahead")
-    asked = "expert parallelism waits for each layer's routing" if ep_size > 1 else f"a depth of {depth} was asked for"
+    asked = "layers wait for routing" if ep_size > 1 else f"a depth of {depth} was asked for"
     if not expert_bytes:
-        return Choice(WITH_LAYER, f"{asked}; the model is dense, so the lists hold layers only")
-    sizes = f"a layer's gathered experts are {_size(expert_bytes)}, the rest of it {_size(other_bytes)}"
-    if expert_bytes > other_bytes:
-        return Choice(LOOKAHEAD, f"{asked}, and experts dominate what is held: {sizes}")
-    return Choice(WITH_LAYER, f"{asked}, and experts are no larger than the rest: {sizes}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+        why = "experts stay whole on their ranks" if ep_size > 1 else "the model is dense"
+        return Choice(WITH_LAYER, f"{asked}; {why}: layers only")
+    sizes = f"a layer gathers {size(expert_bytes)} of experts, {size(other_bytes)} else"
+    return Choice(LOOKAHEAD if expert_bytes > other_bytes else WITH_LAYER, f"{asked}; {sizes}")
