@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torchturbo.ops.registry import Device
 
 AUTO, CUSTOM = "auto", "custom"
+WIDTH = 98
+"""Columns of the table, without its indentation."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +140,29 @@ def missing(choices: Sequence[Choice], device: str) -> list[tuple[str, str]]:
 
 
 def table(choices: Sequence[Choice], situation: Situation, policy: str) -> str:
-    """Return the table of a choice: operator, implementation, number of modules, why not a better one."""
+    """Return the table of a choice: operator, implementation, number of modules, and notes why not a better one.
+
+    Operators share reasons, such as a package that is not installed: each stands once, below the table.
+    """
+    notes = list(dict.fromkeys(reason for choice in choices for reason in choice.reasons))
     rows = [("operator", "implementation", "modules", "why not another")]
-    rows += [(choice.op, choice.name, str(len(choice.sites)), "; ".join(choice.reasons) or "-") for choice in choices]
+    for choice in choices:
+        numbers = ", ".join(str(notes.index(reason) + 1) for reason in choice.reasons)
+        rows.append((choice.op, choice.name, str(len(choice.sites)), f"note {numbers}" if numbers else "-"))
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].rjust(widths[2]), row[3]]) for row in rows
     ]
     head = f"operators ({policy}, {situation.runtime.device_type}, {situation.dtype})"
+    lines += [line for at, note in enumerate(notes, 1) for line in _noted(f"note {at}: ", note)]
     return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def _noted(title: str, text: str) -> list[str]:
+    """Return a note below the table, wrapped under itself; paths and commands stay whole."""
+    return textwrap.wrap(
+        title + text, WIDTH, subsequent_indent=" " * len(title), break_long_words=False, break_on_hyphens=False
+    )
 
 
 INSTALLED: WeakKeyDictionary[nn.Module, list[Handle]] = WeakKeyDictionary()
