@@ -250,6 +250,8 @@ def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any
         remedy = "use its safetensors files, or have whoever made it write some with save_pretrained"
         raise ConfigError([Problem(PLACE, "", message, remedy)]) from error
     except RuntimeError as error:  # shapes that do not fit: it says so in a table, and not where
+        if empty_model(arguments, config) is None:  # its sizes are none that a model can have
+            raise ConfigError([_hub_problem(PLACE, name, error)]) from error
         if not (problems := mismatches(arguments, config, weight_source(arguments, config))):
             raise
         raise ConfigError(problems) from error
