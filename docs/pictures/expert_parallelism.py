@@ -77,8 +77,9 @@ def drawing() -> str:
         for at, line in enumerate(lines)
     ]
     between = [
-        f'<text x="8" y="{(ROWS[above] + ROWS[below]) / 2 + 26:g}" fill="#555555">all-to-all</text>'
-        for above, below in (("router", "experts"), ("experts", "sum"))
+        f'<text x="8" y="{(ROWS[above] + ROWS[below]) / 2 + 18 + 15 * at:g}" fill="#555555">{line}</text>'
+        for above, below, says in (("router", "experts", "tokens to experts"), ("experts", "sum", "results back"))
+        for at, line in enumerate(("all-to-all:", says))
     ]
     groups = [
         f'<rect x="{LEFT + 2 * at * STEP - 8:g}" y="44" width="{STEP + BOX + 16}" height="{HEIGHT - 62}" rx="10"'

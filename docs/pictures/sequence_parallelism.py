@@ -9,8 +9,8 @@ from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "assets" / "sequence-parallelism.svg"
 WIDTH, HEIGHT = 760, 250
-CELL, TOKENS, HEADS = 24, 8, 4
-TOP, FIRST, STEP = 78, 40, 262
+CELL, TOKENS, HEADS = 22, 8, 4
+TOP, FIRST, STEP = 82, 40, 266
 COLOURS = ("#4f6bd8", "#c9683c")
 """One for each rank."""
 PANELS = (
@@ -52,8 +52,7 @@ def exchange(at: int) -> list[str]:
     return [
         f'<line x1="{start:g}" y1="{y:g}" x2="{end:g}" y2="{y:g}" stroke="#555555" stroke-width="1.6"'
         ' marker-end="url(#head)"/>',
-        text((start + end) / 2, y - 8, "all-to-", 'text-anchor="middle" fill="#555555"'),
-        text((start + end) / 2, y + 18, "all", 'text-anchor="middle" fill="#555555"'),
+        text((start + end) / 2, y - 8, "all-to-all", 'text-anchor="middle" fill="#555555"'),
     ]
 
 

@@ -72,11 +72,28 @@ def drawn() -> str:
         y = top + 2 * ROW
         lines.append(f'<text x="8" y="{y + 15}" fill="#555555">experts held</text>')
         lines += [_box(bar, y + 11 * (number % 2), 9, text=False) for number, bar in enumerate(held)]
-    height = TOP + 3 * (4 * ROW + 12) - 8
+    height = TOP + 3 * (4 * ROW + 12) + 20
+    lines += _foot(height - 14)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" font-family="sans-serif" font-size="12">'
     )
     return "\n".join([head, f'<rect width="760" height="{height}" rx="8" fill="#ffffff"/>', *lines, "</svg>", ""])
+
+
+def _foot(y: int) -> list[str]:
+    """Return the legend and the arrow of time, on one line."""
+    lines = []
+    for x, kind, says in ((LEFT, "L", "a layer without its experts"), (LEFT + 210, "E", "a layer's experts")):
+        colour = COLOURS[kind]
+        lines.append(
+            f'<rect x="{x}" y="{y - 12}" width="18" height="16" rx="3" fill="{colour}33" stroke="{colour}"/>'
+            f'<text x="{x + 9}" y="{y}" text-anchor="middle">{kind}</text><text x="{x + 25}" y="{y}">{says}</text>'
+        )
+    return [
+        *lines,
+        f'<text x="640" y="{y}" text-anchor="end" fill="#555555">time</text>'
+        f'<path d="M648 {y - 4} H740 m-8 -5 l8 5 l-8 5" fill="none" stroke="#555555" stroke-width="1.6"/>',
+    ]
 
 
 def _box(bar: Bar, y: float, height: float, *, text: bool = True) -> str:
