@@ -76,6 +76,12 @@ OPTIMIZERS: dict[str, Any] = {
     "plain sgd": lambda model: torch.optim.SGD(model.parameters()),
     "adagrad": lambda model: torch.optim.Adagrad(p for p in model.parameters() if p.requires_grad),
     "torch's muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters()),
+    "centered rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.9, centered=True),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters()),
+    "radam": lambda model: torch.optim.RAdam(model.parameters()),
+    "adamax": lambda model: torch.optim.Adamax(model.parameters()),
+    "adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
     "muon": lambda model: MuonAdamW(parameter_groups(model, 0.0, ())),
 }
 
@@ -150,6 +156,18 @@ def test_the_log_says_what_was_reached(tmp_path: Any, monkeypatch: pytest.Monkey
     assert [
         "cpu_offload: optimizer state of 1 of 3 parameters in host memory, 2.34 of 4.00 MiB a rank: 0.5859, asked for 0.6"
     ] == lines
+
+
+def test_the_log_says_where_the_count_is_an_estimate(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that nobody knows is counted as Adam; each that is known is not said to be."""
+    monkeypatch.chdir(tmp_path)
+    Unknown = type("Unknown", (torch.optim.Optimizer,), {})
+    config = configured(mode="optimizer", optimizer_memory_fraction=0.5)
+    with launching.said() as lines:
+        offloaded(Unknown([torch.zeros(4)], {}), config, Device())
+        offloaded(torch.optim.RMSprop([torch.zeros(4)]), config, Device())
+
+    assert [True, False] == [line.endswith("; estimated: Unknown is counted as Adam") for line in lines]
 
 
 @pytest.mark.parametrize("mode", ["all", "optimizer"])

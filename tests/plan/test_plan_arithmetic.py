@@ -59,20 +59,22 @@ def test_muon_has_one_moment_for_its_matrices() -> None:
 def test_the_known_optimizers_keep_what_torch_keeps() -> None:
     """A step of each on one parameter: tensors of its shape, and scalars."""
     torch = pytest.importorskip("torch")
-    kinds = {
-        "adamw_torch": torch.optim.AdamW,
-        "sgd": torch.optim.SGD,
-        "adagrad": torch.optim.Adagrad,
-        "rmsprop": torch.optim.RMSprop,
-    }
-    for name, kind in kinds.items():
+    kinds = [
+        ("adamw_torch", torch.optim.AdamW, None, {}),
+        ("sgd", torch.optim.SGD, None, {}),
+        ("sgd", torch.optim.SGD, "momentum=0.9", {"momentum": 0.9}),
+        ("adagrad", torch.optim.Adagrad, None, {}),
+        ("rmsprop", torch.optim.RMSprop, None, {}),
+        ("rmsprop", torch.optim.RMSprop, "momentum=0.9, centered=True", {"momentum": 0.9, "centered": True}),
+    ]
+    for name, kind, written, settings in kinds:
         parameter = torch.nn.Parameter(torch.ones(3, 5))
-        optimizer = kind([parameter], lr=0.1)
+        optimizer = kind([parameter], lr=0.1, **settings)
         parameter.sum().backward()
         optimizer.step()
         state = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
         weight = Weight("w", (3, 5), 4, True, "")
-        rules = optimizer_of([weight], name, None, ()).rules
+        rules = optimizer_of([weight], name, None, (), written).rules
         assert rules is not None
         assert sum(value.numel() * value.element_size() for value in state) == rules[0].bytes(weight, 0), name
 

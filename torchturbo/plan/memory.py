@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchturbo.optim.kept import KEPT
+
 SCALAR = 4
 """Bytes of an optimizer's step count, an fp32 scalar for each parameter."""
 
@@ -71,7 +73,7 @@ class Weight:
 
 
 class Rule(NamedTuple):
-    """What an optimizer keeps for a parameter."""
+    """What an optimizer keeps for a parameter (:mod:`torchturbo.optim.kept`), as bytes of fp32."""
 
     copies: int
     """fp32 tensors of the parameter's shape."""
@@ -83,8 +85,7 @@ class Rule(NamedTuple):
         return self.copies * weight.held(rank) * 4 + self.scalars * SCALAR if weight.trained else 0
 
 
-ADAMW = Rule(2, 1)
-MUON = Rule(1, 0)
+ADAMW, MUON = (Rule(*KEPT[name]({})) for name in ("AdamW", "Muon"))
 
 
 class Range(NamedTuple):

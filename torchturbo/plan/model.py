@@ -58,7 +58,7 @@ def examine_model(
     if context.sharded and len(facts.layers) > 1:
         plan.order = order_of(model, config, context)
     optim = str(getattr(training.optim, "value", training.optim))
-    optimizer = optimizer_of(facts.weights, optim, config.optimizer.name, facts.matrices)
+    optimizer = optimizer_of(facts.weights, optim, config.optimizer.name, facts.matrices, training.optim_args)
     rows = training.per_device_train_batch_size
     batch = MicroBatch(rows, data.cutoff_len, rows > 1 or data.packing)
     passing_through = _passing(facts, config, plan.order) if context.sharded else Passing(0, 0)

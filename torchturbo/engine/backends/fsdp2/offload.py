@@ -7,7 +7,7 @@ process groups is here. ``mode: optimizer`` moves the state of some parameters, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torchturbo.engine.backends.fsdp2.host_state import HostStateOptimizer, keep_in_host_memory
 from torchturbo.errors import Problem
 from torchturbo.logging import get_logger
+from torchturbo.optim.kept import Kept, kept
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
     from torchturbo.runtime import Runtime
 
 KEY = "backend_config.cpu_offload.enabled"
-STATES: dict[str, Callable[[Mapping[str, Any]], int]] = {
-    "SGD": lambda group: int(group["momentum"] != 0),
-    "Muon": lambda group: 1,
-    "Lion": lambda group: 1,
-    "Adagrad": lambda group: 1,
-}
-"""Tensors of its parameter's size that an optimizer keeps, by class; Adam's two where a class is not named."""
 log = get_logger(__name__)
 
 
@@ -84,12 +78,16 @@ def state_sizes(optimizer: Optimizer) -> dict[str, int]:
 
 
 def state_count(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
-    """Return how many tensors of its parameter's size an optimizer keeps for each parameter of a group."""
-    if group.get("use_muon"):  # torchturbo.optim.muon: one optimizer of both kinds
-        return 1
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    known = next((STATES[name] for name in names if name in STATES), None)
-    return known(group) if known is not None else 2 + bool(group.get("amsgrad"))
+    """Return how many tensors of its parameter's size an optimizer keeps for each parameter of a group.
+
+    Adam's two where its class is not known.
+    """
+    known = _kept(optimizer, group)
+    return 2 if known is None else known.copies
+
+
+def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> Kept | None:
+    return kept((kind.__name__ for kind in type(optimizer).__mro__), group)
 
 
 def largest_shard(parameter: Tensor) -> int:
@@ -121,10 +119,12 @@ def offloaded(optimizer: Optimizer, config: EngineConfig, runtime: Runtime) -> O
         return optimizer
     sizes = state_sizes(optimizer)
     names = choose(sizes, fraction)
+    known = all(_kept(optimizer, group) is not None for group in optimizer.param_groups)
     moved, total = sum(sizes[name] for name in names), sum(sizes.values())
     log.info_rank0(
-        "cpu_offload: optimizer state of %d of %d parameters in host memory, %s of %s MiB a rank: %.4f, asked for %g",
+        "cpu_offload: optimizer state of %d of %d parameters in host memory, %s of %s MiB a rank: %.4f, asked for %g%s",
         len(names), len(sizes), _mib(moved), _mib(total), moved / total if total else 0.0, fraction,
+        "" if known else f"; estimated: {type(optimizer).__name__} is counted as Adam",
     )  # fmt: skip
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     chosen = {parameter: sizes[name] for name, parameter in zip(sizes, parameters, strict=True) if name in names}
