@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchturbo.checkpoint.claims import Claims
+from torchturbo.checkpoint.claims import PATIENCE, Claims
 
 STAGING = ".torchturbo-saving"
 """Folder inside output_dir that holds what is being written; whatever lies there is no checkpoint yet."""
@@ -87,6 +87,16 @@ def put_back(output_dir: Path) -> None:
         place = output_dir / outgoing.name.removesuffix(OUTGOING)
         if not os.path.lexists(place):  # the process ended between the two renames of publish_folder
             os.replace(outgoing, place)
+
+
+def recover(output_dir: Path) -> None:
+    """Put back what an interrupted run had moved away, unless a run is at work there, which moves it itself."""
+    claims = Claims()
+    if list(staging_folder(output_dir).glob(f"*{OUTGOING}")) and claims.take(output_dir, PATIENCE):
+        try:
+            put_back(output_dir)
+        finally:
+            claims.release()
 
 
 def clear_staging(output_dir: Path) -> None:

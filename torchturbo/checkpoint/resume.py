@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.checkpoint.damage import STATE_NAME, damage
+from torchturbo.checkpoint.files import recover
 from torchturbo.checkpoint.layout import is_native
 from torchturbo.checkpoint.record import (
     CONFIG_NAME,
@@ -24,6 +25,7 @@ from torchturbo.config.names import did_you_mean
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
+from torchturbo.parallel.agree import from_first, is_first
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -83,6 +85,27 @@ def find_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | 
     what = f"no {STATE_NAME} in it" if folder.is_dir() else "there is no such folder"
     near = ", ".join(str(path) for path in (checkpoints(folder) or checkpoints(output_dir))[-3:])
     return Problem(place, "", f"{folder} is no checkpoint: {what}", f"use one of {near}" if near else "")
+
+
+def agreed_checkpoint(wanted: str | bool, output_dir: Path, place: str) -> Path | Problem:
+    """Return the checkpoint that all ranks resume from, or what is wrong with it on this one. A collective.
+
+    The first rank puts back what a killed run had moved away, and looks; ranks that looked by themselves could find
+    different ones. The others see whether they can read that one: a problem of one rank is for the caller to raise on
+    all of them (:func:`torchturbo.parallel.agree.together`).
+    """
+
+    def look() -> Path | Problem:
+        recover(output_dir)
+        return find_checkpoint(wanted, output_dir, place)
+
+    found = from_first("looking for the checkpoint", look)
+    if isinstance(found, Problem) or is_first():
+        return found
+    if not (found / STATE_NAME).is_file():
+        return Problem(place, "", f"{found} is not there", "keep output_dir in a folder that all ranks share")
+    broken = damage(found)
+    return Problem(place, "", f"{found}: {broken[0]}", broken[1]) if broken else found
 
 
 def allowed_changes(config: EngineConfig) -> frozenset[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torchturbo.errors import ConfigError, Problem, fail
 
+T = TypeVar("T")
 AGREED = "_torchturbo_agreed"
 """Attribute of an exception that all ranks raise at the same place."""
 
@@ -28,7 +30,7 @@ def together(what: str) -> Iterator[None]:
         if AGREED in vars(caught):
             raise
         error = caught
-    heard = _exchange(_problems(error, what))
+    heard = everywhere(_problems(error, what))
     if not any(heard):
         return
     if error is not None and not isinstance(error, ConfigError):
@@ -41,21 +43,44 @@ def together(what: str) -> Iterator[None]:
         raise
 
 
+def from_first(what: str, make: Callable[[], T]) -> T:
+    """Return what a function returns on the first rank, on every rank; its error is every rank's. A collective.
+
+    For what ranks would not see alike if each looked for itself: files that come and go, a slow shared folder.
+    """
+    made: list[Any] = [None]
+    with together(what):
+        if is_first():
+            made[0] = make()
+    if _are_several():
+        dist.broadcast_object_list(made, src=0)
+    return made[0]  # type: ignore[no-any-return]
+
+
+def everywhere(value: T) -> list[T]:
+    """Return what each rank has, in rank order. A collective."""
+    if not _are_several():
+        return [value]
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, value)
+    return heard
+
+
+def is_first() -> bool:
+    """Return whether this is the first rank, or the only one."""
+    return not _are_several() or dist.get_rank() == 0
+
+
+def _are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _problems(error: BaseException | None, what: str) -> list[Problem]:
     if error is None:
         return []
     if isinstance(error, ConfigError):
         return list(error.problems)
     return [Problem("", "", f"{what} failed: {type(error).__name__}: {error}")]
-
-
-def _exchange(problems: list[Problem]) -> list[list[Problem]]:
-    """Return every rank's problems, in rank order."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [problems]
-    heard: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(heard, problems)
-    return heard
 
 
 def _merged(heard: list[list[Problem]]) -> list[Problem]:

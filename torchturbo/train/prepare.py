@@ -14,9 +14,14 @@ from torchturbo.adapters.hf_arguments import clashes, compile_clash, loss_clash,
 from torchturbo.adapters.hf_optimizer import nothing_for_muon, optimizer_clashes
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
-from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.record import run_facts
-from torchturbo.checkpoint.resume import allowed_changes, find_checkpoint, format_problem, resume_flag, resume_problems
+from torchturbo.checkpoint.resume import (
+    agreed_checkpoint,
+    allowed_changes,
+    format_problem,
+    resume_flag,
+    resume_problems,
+)
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.config import EngineConfig
 from torchturbo.engine.context import Context
@@ -111,8 +116,9 @@ def prepare(command: Command) -> Job:
         training = make_training_arguments(values, accelerator=runtime.device_type != "cpu")
     except ConfigError as error:
         fail(error.problems)
+    resume = _resumed(training)  # by itself: a rank that stops before it would leave the others in its collective
     with together("checking the run"):
-        job, rows, eval_rows = _check(parsed.model, parsed.data, training, config, runtime)
+        job, rows, eval_rows = _check(parsed.model, parsed.data, training, config, runtime, resume)
     base.report_accumulation(config, job.plan, command.accumulation, "--gradient_accumulation_steps")
     with together("reading the model's configuration"):
         job.model_config = load_config(job.model_arguments)
@@ -132,8 +138,21 @@ def with_evaluation(training: dict[str, Any], data: DataArguments) -> dict[str, 
     return {"eval_strategy": "epoch", **training} if data.eval_dataset else training
 
 
+def _resumed(training: TrainingArguments) -> Path | Problem | None:
+    """Return the checkpoint to go on from, or what is wrong with it; None where none was asked for. A collective."""
+    wanted = training.resume_from_checkpoint
+    if wanted is None or wanted.lower() == "false":
+        return None
+    return agreed_checkpoint(wanted, Path(str(training.output_dir)), "--resume_from_checkpoint")
+
+
 def _check(
-    model: ModelArguments, data: DataArguments, training: TrainingArguments, config: EngineConfig, runtime: Runtime
+    model: ModelArguments,
+    data: DataArguments,
+    training: TrainingArguments,
+    config: EngineConfig,
+    runtime: Runtime,
+    found: Path | Problem | None,
 ) -> tuple[Job, list[Row], list[Row]]:
     problems = [problem for problem in [folder_problem(str(model.model_name_or_path))] if problem]
     if model.tokenizer_name is not None and (problem := missing_folder(model.tokenizer_name, "--tokenizer_name")):
@@ -142,16 +161,9 @@ def _check(
     eval_rows, _, eval_bad = read_files(data.eval_dataset, "--eval_dataset")
     problems += bad + eval_bad
     output_dir = Path(str(training.output_dir))
-    resume = None
-    wanted = training.resume_from_checkpoint
-    wanted = None if wanted is None or wanted.lower() == "false" else wanted
-    if wanted is not None:
-        if training.should_save:
-            put_back(output_dir)
-        found = find_checkpoint(wanted, output_dir, "--resume_from_checkpoint")
-        problems += [found] if isinstance(found, Problem) else []
-        resume = None if isinstance(found, Problem) else found
-    problems += output_problems(output_dir, data.overwrite_output_dir or wanted is not None)
+    problems += [found] if isinstance(found, Problem) else []
+    resume = None if isinstance(found, Problem) else found
+    problems += output_problems(output_dir, data.overwrite_output_dir or found is not None)
     problems += argument_problems(model, data, training, config, runtime)
     plan = base.plan_batch(
         config, training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
