@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from torchturbo.adapters import hf_checkpoints
-from torchturbo.checkpoint import background, native
+from torchturbo.checkpoint import background, native, output
 from torchturbo.checkpoint.claims import LOCK
 from torchturbo.checkpoint.damage import damage
 from torchturbo.checkpoint.files import STAGING, clear_staging, remove
@@ -180,10 +179,41 @@ def test_a_checkpoint_that_lost_files_does_not_take_the_place_of_a_whole_one(
     assert damage(tmp_path / "checkpoint-1") is None
 
 
+def test_the_best_checkpoint_is_found_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+    """It is kept and loaded, though the state that is resumed names it where it was."""
+    losses = iter([1.0, 5.0, 5.0, 5.0])
+
+    def made(folder: Path, *callbacks: TrainerCallback) -> Any:
+        trainer = mesh_runs.trainer(
+            str(folder), [], "qwen3", callbacks=list(callbacks), eval_dataset=mesh_runs.rows(4), **SAVING,
+            eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+            greater_is_better=False, save_total_limit=2,
+        )  # fmt: skip
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_loss": next(losses)}
+        return trainer
+
+    def stop(step: int) -> None:
+        if step == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        made(tmp_path / "before", AtStep(stop)).train()
+    (tmp_path / "before").rename(tmp_path / "after")
+    again = made(tmp_path / "after")
+    again.train(resume_from_checkpoint=True)
+    assert ["checkpoint-1", "checkpoint-4"] == listing(tmp_path / "after")
+    assert str(tmp_path / "after" / "checkpoint-1") == again.state.best_model_checkpoint
+    fresh = mesh_runs.trainer(str(tmp_path / "fresh"), [], "qwen3")
+    native.load_model(fresh.model, tmp_path / "after" / "checkpoint-1" / "native")
+    for name, tensor in mesh_runs.weights(fresh.model).items():
+        assert torch.equal(mesh_runs.weights(again.model)[name], tensor), name
+
+
 def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused before it clears anything; one that saves nothing goes on, and clears nothing either."""
     told: list[str] = []
-    monkeypatch.setattr(hf_checkpoints, "PATIENCE", 0.0)
+    monkeypatch.setattr(output, "PATIENCE", 0.0)
 
     def others(step: int) -> None:
         if step == 1:

@@ -288,3 +288,51 @@ def test_states_are_saved_and_loaded_after_a_forward_pass(tmp_path: Path) -> Non
     """Without a backward the root's parameters stay gathered, and are none that the optimizer knows."""
     for kinds in run_ranks(2, after_a_forward, str(tmp_path)):
         assert ["DTensor loaded", "DTensor saved", "Parameter at first"] == kinds
+
+
+# ---- what ranks must agree on ----
+
+
+def disagreeing(rank: int, folder: str) -> dict[str, str]:
+    """Train where one rank has something of its own; return what this rank raised."""
+    from transformers import TrainerCallback
+
+    from torchturbo.checkpoint import output
+
+    class Told(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Look at what was saved."""
+
+    def raised(out: str, callbacks: list[Any], spoil: bool = False) -> str:
+        made = mesh_runs.trainer(out, [], "qwen3", callbacks=callbacks, **SAVING, max_steps=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(output, "SEEN_WITHIN", 0.0)
+            if spoil:
+                made.add_callback(Best())
+                if rank == 1:
+                    patch.setattr(Path, "mkdir", no_room)
+            try:
+                made.train()
+            except (OSError, SystemExit) as error:
+                return str(error)
+        return "nothing"
+
+    class Best(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.best_global_step = 1  # Trainer has a barrier for it
+
+    return {
+        "callback": raised(f"{folder}/callback", [Told()] if rank == 0 else []),
+        "folder": raised(f"{folder}/folder{rank}", []),
+        "staging": raised(f"{folder}/staging", [], spoil=True),
+    }
+
+
+def test_ranks_agree_before_they_wait_for_each_other(tmp_path: Path) -> None:
+    """A callback of one rank alone, a folder that is not shared, and one that a rank can't make."""
+    for found in run_ranks(2, disagreeing, str(tmp_path)):
+        assert "nothing" == found["callback"]
+        assert "folder1 is not the folder that the first rank saves in (rank 1); use a folder" in found["folder"]
+        assert "No space left" in found["staging"]
+    assert (tmp_path / "callback" / "checkpoint-2").is_dir()
+    assert not list(tmp_path.glob("folder*/checkpoint-*"))

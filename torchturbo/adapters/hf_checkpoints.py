@@ -21,18 +21,18 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from torchturbo.checkpoint import native
+from torchturbo.checkpoint import native, output
 from torchturbo.checkpoint.background import Background
-from torchturbo.checkpoint.claims import PATIENCE, Claims, taken
+from torchturbo.checkpoint.claims import Claims
 from torchturbo.checkpoint.damage import STATE_NAME, saved_step
-from torchturbo.checkpoint.files import remove, remove_staging, staging_folder
+from torchturbo.checkpoint.files import remove, staging_folder
 from torchturbo.checkpoint.hf_export import export
 from torchturbo.checkpoint.layout import NATIVE, is_native
 from torchturbo.checkpoint.record import exports_each, read_facts, run_facts, write_record
-from torchturbo.checkpoint.resume import find_checkpoint, format_problem, has_record, resume_flag, resume_problems
+from torchturbo.checkpoint.resume import agreed_checkpoint, format_problem, has_record, resume_flag, resume_problems
 from torchturbo.errors import ConfigError, Problem, fail, shorten
 from torchturbo.logging import get_logger
-from torchturbo.parallel.agree import together
+from torchturbo.parallel.agree import everywhere, together
 from torchturbo.plugins.load import plugin_facts
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class CheckpointMixin:
     _resuming: bool = False
     _in_checkpoint: Path | None = None
     _told_of_draws: bool = False
+    _told_of_waiting: bool = False
     _allowed: Mapping[str, Any] = {}
     _writing: Background | None = None
 
@@ -90,45 +91,31 @@ class CheckpointMixin:
             if self.model is not None and not any(parameter.requires_grad for parameter in self.model.parameters()):
                 fail([Problem("", "", "nothing is left to train: every parameter is frozen", "freeze less")])
             try:
-                with together("taking the output folder"):
-                    self._take_output_dir()
+                if getattr(self, "hp_search_backend", None) is None:  # trials of a search have folders of their own
+                    saves, rank = self.args.save_strategy != "no", self.turbo.context.rank
+                    output.begin(self._claims, Path(self.args.output_dir), rank=rank, saves=saves)
                 if self.model is not None and not self.turbo.owns(self.model):
                     self.turbo.prepare(self.model)  # another trainer was made of the same model since, or it's released
-                output = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+                result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
                 self._checkpoints.finish()
             except BaseException:
                 self._checkpoints.abandon()
                 raise
             finally:
                 self._claims.release()
-            return output
-
-    def _take_output_dir(self) -> None:
-        """Claim the output folder and clear what an interrupted run left there; one that is at work keeps its own.
-
-        A run that is to save nothing gives it back at once. Trials of a search save in folders of their own, which are
-        claimed when they do.
-        """
-        if self.turbo.context.rank != 0 or getattr(self, "hp_search_backend", None) is not None:
-            return
-        folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
-        if self._claims.take(folder, PATIENCE if saves else 0.0):
-            remove_staging(folder)
-        elif saves:
-            raise ConfigError([taken(folder)])
-        if not saves:
-            self._claims.release()
+            return result
 
     @property
     def _checkpoints(self) -> Background:
         """Return what writes this run's checkpoints."""
         if self._writing is None:
-            self._writing = Background(self.turbo.context.world_size, self.turbo.context.rank)
+            context = self.turbo.context
+            self._writing = Background(context.world_size, context.rank, context.runtime)
         return self._writing
 
     def _checkpoint(self, wanted: str | bool) -> Path:
-        """Return the checkpoint to resume from, after comparing it with this run."""
-        folder = find_checkpoint(wanted, Path(self.args.output_dir), "resume_from_checkpoint")
+        """Return the checkpoint to resume from, after comparing it with this run. A collective."""
+        folder = agreed_checkpoint(wanted, Path(self.args.output_dir), "resume_from_checkpoint")
         if isinstance(folder, Problem):
             raise ConfigError([folder])
         if problem := format_problem(folder, self.turbo.context.sharded):
@@ -326,13 +313,10 @@ class CheckpointMixin:
                 write_record(folder, self.turbo.config, self.turbo_run(), self.state.global_step)
 
     def _save_staged(self, model: Any, trial: Any, staged: Path, run_dir: Path) -> None:
-        with together("taking the output folder"):
-            if self.turbo.context.rank == 0 and not self._claims.take(run_dir, PATIENCE):
-                raise ConfigError([taken(run_dir)])
+        output.take(self._claims, run_dir, staged, rank=self.turbo.context.rank)
         self._staged = staged.parent
         try:
             with together("saving the checkpoint"):  # one rank's full disk ends all of them
-                staged.mkdir(parents=True, exist_ok=True)
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
                 self.turbo.context.hooks.call("save_checkpoint", staged)
                 if self.args.should_save:
@@ -349,20 +333,37 @@ class CheckpointMixin:
         self._correct_best(staged.parent, run_dir)
         record = functools.partial(write_record, staged, self.turbo.config, self.turbo_run(), self.state.global_step)
         self._checkpoints.start(state, staged, run_dir / staged.name, record, functools.partial(self._rotate, run_dir))
-        if self._somebody_looks():
+        readers = self._told_of_saves()
+        if self._checkpoints.any_rank(bool(readers)):
+            self._tell_of_waiting(readers)
             self._checkpoints.finish()
 
-    def _somebody_looks(self) -> bool:
-        """Return whether a callback is told of each save: it may read the checkpoint, or add to it."""
-        return any(
-            isinstance(callback, TrainerCallback) and type(callback).on_save is not TrainerCallback.on_save
-            for callback in self.callback_handler.callbacks
-        )
+    def _told_of_saves(self) -> list[str]:
+        """Return the callbacks of this rank that are told of each save: they may read the checkpoint, or add to it."""
+        own = []
+        for callback in self.callback_handler.callbacks:
+            method = getattr(callback, "on_save", None)  # of its class or its own; Trainer asks for no base class
+            if method is not None and getattr(method, "__func__", method) is not TrainerCallback.on_save:
+                own.append(type(callback).__name__)
+        return own
+
+    def _tell_of_waiting(self, readers: list[str]) -> None:
+        """Say once for whom each save waits. A collective the first time."""
+        if not self._told_of_waiting:
+            self._told_of_waiting = True
+            names = sorted({name for own in everywhere(readers) for name in own})
+            text = "each save waits until the checkpoint is written, for these callbacks are told of it (on_save): %s"
+            log.info_rank0(text, ", ".join(names))
 
     def _correct_best(self, staged: Path, run_dir: Path) -> None:
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent == staged:
-            self.state.best_model_checkpoint = str(run_dir / Path(best).name)
+        """Look for the best checkpoint as Trainer does, where checkpoints get their names.
+
+        After the folder was moved that is another place than the one that the resumed state names.
+        """
+        if self.state.best_global_step:
+            name = f"checkpoint-{self.state.best_global_step}"
+            if (run_dir / name).is_dir() or (staged / name).is_dir():
+                self.state.best_model_checkpoint = str(run_dir / name)
 
     def _rotate(self, run_dir: Path) -> None:
         rotate_checkpoints(

@@ -26,6 +26,7 @@ from torchturbo.checkpoint.transfer import silence, write
 from torchturbo.errors import ConfigError, Problem
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
+from torchturbo.runtime import Runtime
 
 log = get_logger(__name__)
 
@@ -48,10 +49,14 @@ class Background:
     ----------
     world_size, rank
         Those of the run; its first rank names the finished folder.
+    runtime
+        That of the run's device, which the writing thread works on, too: torch opens a context on the device of any
+        thread that asks something of it, and a new one's is the first, which is another rank's.
 
     """
 
-    def __init__(self, world_size: int, rank: int) -> None:
+    def __init__(self, world_size: int, rank: int, runtime: Runtime) -> None:
+        self.runtime = runtime
         self.world_size = world_size
         self.rank = rank
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -90,8 +95,10 @@ class Background:
         silence()
         group = self.group
         before = file_names(staged) if self.rank == 0 else frozenset()
+        device = self.runtime.current_device()
 
         def work() -> frozenset[str]:
+            self.runtime.use_device(device)
             write(state.tensors, staged / NATIVE, group)
             if self.rank != 0:
                 return frozenset()
@@ -115,11 +122,15 @@ class Background:
             self.finish()
 
     def _everyone(self, done: bool) -> bool:
+        return not self.any_rank(not done)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on one of the ranks. A collective."""
         groups = self._made_groups()
         if groups is None:
-            return done
-        answer = torch.tensor(int(done))
-        dist.all_reduce(answer, dist.ReduceOp.MIN, group=groups[1])
+            return flag
+        answer = torch.tensor(int(flag))
+        dist.all_reduce(answer, dist.ReduceOp.MAX, group=groups[1])
         return bool(answer)
 
     def finish(self) -> None:

@@ -43,6 +43,8 @@ class Claims:
         except (OSError, NotImplementedError) as error:
             why = getattr(error, "strerror", None) or error
             log.warning_rank0("%s can't be locked, so another run there is not noticed: %s", folder / LOCK, why)
+            with suppress(OSError):
+                (folder / LOCK).touch()  # other ranks look for it
             return True
         self._locks[folder] = lock
         return True
