@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchturbo.checkpoint.damage import native_problem
-from torchturbo.checkpoint.files import file_names, publish_folder, remove
+from torchturbo.checkpoint.files import file_names, publish_folder, remove, sync, sync_one
 from torchturbo.checkpoint.layout import NATIVE
 from torchturbo.checkpoint.names import some
 from torchturbo.checkpoint.native import State
@@ -108,6 +108,7 @@ class Background:
             if problem := native_problem(staged / NATIVE, optimizer=state.options is not None):
                 raise ConfigError([_gutted(place, problem)])
             complete()
+            sync(staged)
             return file_names(staged)
 
         executor = ThreadPoolExecutor(1, "checkpoint")
@@ -160,6 +161,8 @@ class Background:
         saving, self._saving = self._saving, None
         if saving is None:
             return
+        if self.rank == 0 and not saving.done.done():
+            log.warning("waiting until %s is written, before the run ends", saving.place.name)
         try:
             _settle(saving)
             self._publish(saving)
@@ -172,6 +175,7 @@ class Background:
         if self.rank == 0:
             _check(saving.staged, saving.place, saving.done.result())
             publish_folder(saving.staged, saving.place)
+            sync_one(saving.place.parent)  # before older ones go
             saving.published()
 
 

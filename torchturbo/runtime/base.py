@@ -50,6 +50,14 @@ class Runtime(Protocol):
         """Return the device's own name, for people and for the peak table."""
         ...
 
+    def current_device(self) -> int:
+        """Return the index of the device that this thread works on."""
+        ...
+
+    def use_device(self, index: int) -> None:
+        """Let this thread work on a device; a new thread works on the first one, whatever its process uses."""
+        ...
+
     def supports_bf16(self) -> bool:
         """Return whether the device computes in bfloat16."""
         ...

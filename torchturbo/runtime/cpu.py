@@ -39,6 +39,13 @@ class CpuRuntime:
 
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
+    def current_device(self) -> int:
+        """Return 0: there is one."""
+        return 0
+
+    def use_device(self, index: int) -> None:
+        """Return at once: there is one."""
+
     def supports_bf16(self) -> bool:
         """Return True: torch computes bfloat16 on every CPU, slowly where the hardware has no instruction for it."""
         return True

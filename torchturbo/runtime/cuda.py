@@ -37,6 +37,18 @@ class CudaRuntime:
 
         return torch.cuda.get_device_name()
 
+    def current_device(self) -> int:
+        """Return the index of this thread's device among those that the process sees."""
+        import torch
+
+        return torch.cuda.current_device()
+
+    def use_device(self, index: int) -> None:
+        """Make a device this thread's."""
+        import torch
+
+        torch.cuda.set_device(index)
+
     def supports_bf16(self) -> bool:
         """Return whether the device computes bfloat16 in hardware (Ampere and later); emulation does not count."""
         import torch

@@ -49,6 +49,14 @@ class NpuRuntime:
         """Return the current device's own name."""
         return str(_npu().get_device_name())
 
+    def current_device(self) -> int:
+        """Return the index of this thread's device among those that the process sees."""
+        return int(_npu().current_device())
+
+    def use_device(self, index: int) -> None:
+        """Make a device this thread's."""
+        _npu().set_device(index)
+
     def supports_bf16(self) -> bool:
         """Return whether the device computes in bfloat16 (910B and later)."""
         return bool(_npu().is_bf16_supported())
