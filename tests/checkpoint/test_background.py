@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from torchturbo.adapters import hf_checkpoints
 from torchturbo.checkpoint import background, native, output
 from torchturbo.checkpoint.claims import LOCK
 from torchturbo.checkpoint.damage import damage
@@ -107,7 +109,9 @@ def test_a_callback_that_is_told_of_a_save_finds_it(tmp_path: Path) -> None:
     assert all((tmp_path / f"checkpoint-{step}" / "processor.json").is_file() for step in (1, 2))
 
 
-def test_an_interrupt_keeps_the_checkpoint_that_is_being_written(gate: threading.Event, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_checkpoint_that_is_being_written(
+    gate: threading.Event, tmp_path: Path, logged: list[str]
+) -> None:
     """It is finished, for it is the newest."""
 
     def interrupt(step: int) -> None:
@@ -120,6 +124,7 @@ def test_an_interrupt_keeps_the_checkpoint_that_is_being_written(gate: threading
     )
     with pytest.raises(KeyboardInterrupt):
         made.train()
+    assert any("waiting until checkpoint-2 is written" in line for line in logged)
     assert ["checkpoint-2"] == listing(tmp_path)
     assert damage(tmp_path / "checkpoint-2") is None
 
@@ -177,6 +182,38 @@ def test_a_checkpoint_that_lost_files_does_not_take_the_place_of_a_whole_one(
     assert "give each run an output_dir of its own" in str(caught.value)
     assert ["checkpoint-1"] == listing(tmp_path)
     assert damage(tmp_path / "checkpoint-1") is None
+
+
+def test_the_disk_has_all_of_a_checkpoint_before_it_gets_its_name_and_older_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power keeps the newest checkpoint or the one before."""
+    synced: set[tuple[int, int]] = set()
+    seen: list[str] = []
+    fsync, publish, rotate = os.fsync, background.publish_folder, hf_checkpoints.rotate_checkpoints
+
+    def identity(found: os.stat_result) -> tuple[int, int]:
+        return found.st_dev, found.st_ino
+
+    def noted(handle: Any) -> None:
+        synced.add(identity(os.fstat(handle if isinstance(handle, int) else handle.fileno())))
+        fsync(handle)
+
+    def published(staged: Path, place: Path) -> None:
+        missing = [path.name for path in (staged, *staged.rglob("*")) if identity(path.stat()) not in synced]
+        seen.append(f"{missing} not synced")
+        publish(staged, place)
+        synced.clear()
+
+    def rotated(**kwargs: Any) -> None:
+        seen.append(f"names synced: {identity(tmp_path.stat()) in synced}")
+        rotate(**kwargs)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(background, "publish_folder", published)
+    monkeypatch.setattr(hf_checkpoints, "rotate_checkpoints", rotated)
+    mesh_runs.trainer(str(tmp_path), [], "qwen3", **SAVING, max_steps=1).train()
+    assert ["[] not synced", "names synced: True"] == seen
 
 
 def test_the_best_checkpoint_is_found_in_a_folder_that_was_moved(tmp_path: Path) -> None:

@@ -115,6 +115,22 @@ def remove_staging(output_dir: Path) -> None:
     remove(staging_folder(output_dir))
 
 
+def sync(folder: Path) -> None:
+    """Have the disk keep a folder's files, and the names in it and below, if the power goes; some systems can't."""
+    for path in (*folder.rglob("*"), folder):
+        sync_one(path)
+
+
+def sync_one(path: Path) -> None:
+    """Have the disk keep a file, or the names in a folder."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def file_names(folder: Path) -> frozenset[str]:
     """Return the files in a folder and below, by their names relative to it."""
     return frozenset(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
