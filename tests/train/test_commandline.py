@@ -255,7 +255,7 @@ def test_packing_is_refused_where_rows_would_see_each_other(
     material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured on the model itself, before anything is written."""
-    monkeypatch.setattr("torchturbo.train.run.load_model", lambda arguments, config: leaky)
+    monkeypatch.setattr("torchturbo.train.run.load_model", lambda arguments, config, source: leaky)
     leaky = Leaky()
     leaky.config = SimpleNamespace(use_cache=True)
 
