@@ -23,7 +23,7 @@ from torchturbo.checkpoint.resume import checkpoints
 from torchturbo.engine.config import EngineConfig
 from torchturbo.engine.model import set_cache
 from torchturbo.engine.steps.determinism import restored_determinism
-from torchturbo.errors import ConfigError, Problem
+from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import LogLevel, at_least, get_logger
 from torchturbo.observe.size import size
@@ -209,9 +209,7 @@ def _check_packing(job: Job, model: Any) -> None:
     set_cache(model, cache)
     if leak > (MOST_LEAK_BF16 if bf16 else MOST_LEAK):
         message = f"{type(model).__name__} lets packed rows see each other (logits move by {leak:.1%})"
-        raise ConfigError(
-            [Problem("--packing", "", message, "train it without packing, or with --attn_implementation sdpa")]
-        )
+        fail([Problem("--packing", "", message, "train it without packing, or with --attn_implementation sdpa")])
 
 
 class _Begin(TrainerCallback):  # type: ignore[misc]
