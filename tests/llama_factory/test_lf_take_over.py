@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ranks import run_ranks
 
 from torchturbo.adapters.llama_factory.command import Command
 from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS
 from torchturbo.adapters.llama_factory.run import run_command, take_over, told
 from torchturbo.adapters.llama_factory.said import Arguments, Said
 from torchturbo.adapters.llama_factory.trainer import Launch, quantised
+from torchturbo.checkpoint import resume
 from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import build_from_args
 from torchturbo.errors import ConfigError
@@ -117,6 +119,22 @@ def test_a_checkpoint_that_the_user_named_stays(tmp_path: Path) -> None:
     made = parsed(resume_from_checkpoint="mine", output_dir=str(tmp_path))
     take_over(made, launch(resume_from_checkpoint="mine"))
     assert "mine" == made[2].resume_from_checkpoint
+
+
+def chosen(rank: int, out: str) -> str | None:
+    """Take over a run whose second rank looked for a checkpoint before it was there."""
+    resume.damage = lambda folder: None
+    made = parsed(resume_from_checkpoint=None if rank else f"{out}/checkpoint-2", output_dir=out, world_size=2)
+    take_over(made, launch())
+    path: str | None = made[2].resume_from_checkpoint
+    return path
+
+
+def test_all_ranks_go_on_from_one_checkpoint(tmp_path: Path) -> None:
+    """LLaMA-Factory looks for it on each rank by itself; one that found none would begin anew, and wait for ever."""
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    assert [str(tmp_path / "checkpoint-2")] * 2 == run_ranks(2, chosen, str(tmp_path))
 
 
 def test_its_refusals_are_problems(capsys: pytest.CaptureFixture[str]) -> None:

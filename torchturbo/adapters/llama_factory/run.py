@@ -20,13 +20,13 @@ from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_
 from torchturbo.adapters.llama_factory.refusals import term_clashes
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
 from torchturbo.checkpoint.files import put_back
-from torchturbo.checkpoint.resume import checkpoints, find_checkpoint
+from torchturbo.checkpoint.resume import agreed_checkpoint, checkpoints
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem, fail
-from torchturbo.parallel.agree import together
+from torchturbo.parallel.agree import from_first, together
 from torchturbo.plugins.contract import Run
 from torchturbo.plugins.load import load_plugins
 from torchturbo.runtime import current_runtime
@@ -151,11 +151,12 @@ def take_over(parsed: Sequence[Any], launch: Launch) -> None:
         setattr(finetuning, name, frozen)
     launch.facts |= {name: getattr(data, name, None) for name in DATA_FACTS}
     launch.facts |= {name: getattr(finetuning, name, None) for name in METHOD_FACTS}
+    newest = _newest_whole(training, launch)  # by itself: a rank that stops before it would leave the others there
     with together("checking the run"):
-        _check(training, launch)
+        _check(training, launch, newest)
 
 
-def _check(training: Any, launch: Launch) -> None:
+def _check(training: Any, launch: Launch, newest: Problem | None) -> None:
     config = launch.config
     runtime = current_runtime(use_cpu=training.use_cpu)
     plan = base.plan_batch(
@@ -165,22 +166,31 @@ def _check(training: Any, launch: Launch) -> None:
     found: list[Any] = [
         *(clash._replace(place=placed(clash.place, launch.said)) for clash in clashes(groups, typed=True)),
         *(plan if isinstance(plan, list) else []), base.device_problem(training.device.type, runtime), base.launch_problem(training.world_size),
-        _newest_whole(training, launch),
+        newest,
     ]  # fmt: skip
     if problems := [problem for problem in found if isinstance(problem, Problem)]:
         raise ConfigError(problems)
 
 
 def _newest_whole(training: Any, launch: Launch) -> Problem | None:
-    """Resume from the newest whole checkpoint where LLaMA-Factory took the newest by itself."""
-    chosen = training.resume_from_checkpoint
-    if chosen is None or "resume_from_checkpoint" in launch.said or not training.do_train:
+    """Resume from the newest whole checkpoint where LLaMA-Factory took the newest by itself. A collective.
+
+    Each rank looked for it alone, some of them before the first one put back what a killed run had moved away.
+    """
+    if "resume_from_checkpoint" in launch.said or not training.do_train:
         return None
     output_dir = Path(training.output_dir)
-    found = find_checkpoint(True, output_dir, "output_dir") if checkpoints(output_dir) else Path(chosen)
-    if isinstance(found, Problem):
-        return found._replace(remedy="use another output_dir, or overwrite_output_dir: true")
-    training.resume_from_checkpoint = str(found)
+
+    def look() -> tuple[str | None, bool]:
+        return training.resume_from_checkpoint, bool(checkpoints(output_dir))
+
+    chosen, is_ours = from_first("looking for the checkpoint", look)
+    if chosen is not None and is_ours:
+        found = agreed_checkpoint(True, output_dir, "output_dir")
+        if isinstance(found, Problem):
+            return found._replace(remedy="use another output_dir, or overwrite_output_dir: true")
+        chosen = str(found)
+    training.resume_from_checkpoint = chosen
     return None
 
 
