@@ -49,7 +49,8 @@ def optimizer_of(
 
 def _settings(optim_args: str | None) -> dict[str, Any]:
     """Return what of an optimizer's settings adds to its state, read as Transformers does."""
-    pairs = dict(part.partition("=")[::2] for part in (optim_args or "").replace(" ", "").split(","))
+    parts = (part.partition("=") for part in (optim_args or "").replace(" ", "").split(","))
+    pairs = {name: value for name, _, value in parts}
     try:
         momentum = float(pairs.get("momentum", 0))
     except ValueError:  # the launch's own complaint

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes, compile_clash, loss_clash, said_values, taken_over, term_clashes
-from torchturbo.adapters.hf_optimizer import nothing_for_muon, optimizer_clashes
+from torchturbo.adapters.hf_optimizer import nothing_for_muon, optimizer_clashes, shard_clashes
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.checkpoint.damage import saved_step
 from torchturbo.checkpoint.record import run_facts
@@ -196,6 +196,7 @@ def argument_problems(
         if problem is not None:
             problems.append(problem)
     problems += optimizer_clashes(config, said_values(training), typed=True)
+    problems += shard_clashes(said_values(training), is_sharded(config, training.world_size), typed=True)
     problems += report_problems(training)
     return problems
 
