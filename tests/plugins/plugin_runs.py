@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import parity
 import tiny
 import torch
 from transformers import TrainerCallback, TrainingArguments
@@ -86,4 +87,4 @@ class Gradients(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if not self.kept:
             base = getattr(model, "module", model)
-            self.kept = {name: parameter.grad.clone() for name, parameter in base.named_parameters()}
+            self.kept = {name: parity.whole(parameter.grad) for name, parameter in base.named_parameters()}
