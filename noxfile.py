@@ -80,7 +80,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Run the whole grids of which `tests` has a part: every layout, fifty kills during a save; about half an hour."""
+    """Run the whole grids of which `tests` has a part: every layout, fifty kills during a save."""
     python = with_torch(session, "test", "test-training", "codegen")
     elsewhere = [f"--ignore={folder}" for folder in OWN_SESSION]
     arguments = session.posargs or ["--numprocesses=2"]

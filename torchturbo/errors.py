@@ -95,6 +95,12 @@ def shorten(text: str, most: int = SHOWN) -> str:
     return text if len(text) <= most else text[:most] + "..."
 
 
+def some(names: Iterable[str]) -> str:
+    """Return the first three of many names, as an error lists them."""
+    listed = list(names)
+    return f"{', '.join(listed[:3])}{', ...' if len(listed) > 3 else ''}"
+
+
 def wants_colour(stream: object) -> bool:
     """Return whether a stream is a terminal whose user wants colour (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":

@@ -113,3 +113,14 @@ def test_a_loss_past_the_engine_is_averaged_over_the_ranks(changes: dict[str, An
 
 def stock_with(rank: int, folder: str, changes: dict[str, Any]) -> History:
     return acceptance.stock(Path(folder), "llama", **changes)
+
+
+def wrapped(rank: int, folder: str) -> bool:
+    made = acceptance.trainer(folder, ["--tt_gbs", "1"], kind="llama", max_steps=1)
+    made.train()
+    return made.model_wrapped is made.model
+
+
+def test_nobody_wraps_the_model_of_a_launch_of_one_rank(tmp_path: Path) -> None:
+    """torchrun with one process has a process group, for which Trainer would copy the gradients into DDP's buckets."""
+    assert run_ranks(1, wrapped, str(tmp_path)) == [True]

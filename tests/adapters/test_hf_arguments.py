@@ -14,7 +14,11 @@ from torchturbo.adapters.hf_arguments import clashes, framework_values, idle_for
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("use_liger_kernel", "kernels have one owner"), ("auto_find_batch_size", "micro-batch behind the batch plan")],
+    [
+        ("use_liger_kernel", "kernels have one owner"),
+        ("auto_find_batch_size", "micro-batch behind the batch plan"),
+        ("save_on_each_node", "all ranks write one folder"),
+    ],
 )
 def test_switches_that_are_second_owners(name: str, reason: str) -> None:
     """Off is fine."""

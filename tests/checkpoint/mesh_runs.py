@@ -68,7 +68,7 @@ def whole(tensor: Any) -> Tensor:
 
 def weights(model: Any) -> dict[str, Tensor]:
     """Return a model's trained weights, gathered. A collective."""
-    from torchturbo.checkpoint.names import reshard
+    from torchturbo.engine.backends.fsdp2.shard import reshard
 
     reshard(model)
     return {name: whole(value) for name, value in model.named_parameters() if value.requires_grad}
@@ -76,8 +76,8 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 def states(made: Any) -> dict[str, Tensor]:
     """Return everything a trainer's native state would hold, gathered. A collective."""
-    from torchturbo.checkpoint.names import reshard
     from torchturbo.checkpoint.native import capture
+    from torchturbo.engine.backends.fsdp2.shard import reshard
 
     reshard(made.model)
     optimizer = getattr(made.optimizer, "optimizer", made.optimizer)

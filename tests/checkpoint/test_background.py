@@ -353,3 +353,32 @@ def test_random_states_of_other_ranks_are_told_once(tmp_path: Path, logged: list
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     told = [line for line in logged if "holds the random states of 2 ranks, this run has 1" in line]
     assert 1 == len(told), logged
+
+
+def test_shards_are_on_the_disk_when_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of them is synced: a name would otherwise outlive a power cut, and its contents not."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    native.save(native.State({"model": {"weight": torch.ones(3)}}), tmp_path / "native")
+
+    assert "__0_0.distcp" in synced
+
+
+def test_only_the_best_is_left_where_one_is_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer removes the others at the end, when the last one has its name, too."""
+    monkeypatch.setattr(background.Background, "poll", lambda self: None)  # the writer is never done before the end
+
+    class First(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.best_global_step, state.best_metric = 1, 0.0
+
+    made = mesh_runs.trainer(str(tmp_path), [], "qwen3", callbacks=[First()], **SAVING, max_steps=3, save_total_limit=1)
+    made.train()
+
+    assert ["checkpoint-1"] == listing(tmp_path)

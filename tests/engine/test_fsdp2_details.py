@@ -241,19 +241,24 @@ def unfrozen_later(rank: int, settings: Any) -> list[str]:
     assert set(engine.context.saved_dtypes.values()) == {torch.bfloat16}
     again = parity.prepared(model, settings, 2, rank)
     assert engine.context.saved_dtypes == again.context.saved_dtypes  # although trained parameters are fp32 by now
-    model.model.layers[0].requires_grad_(True)
-    try:
-        parity.prepared(model, settings, 2, rank)
-    except ConfigError as error:
-        return [str(problem) for problem in error.problems]
-    return []
+    said = []
+    for layer, trains in ((0, True), (1, False)):
+        model.model.layers[layer].requires_grad_(trains)
+        try:
+            parity.prepared(model, settings, 2, rank)
+        except ConfigError as error:
+            said += [problem.message for problem in error.problems]
+        model.model.layers[layer].requires_grad_(not trains)
+    return said
 
 
-def test_what_was_sharded_in_bf16_is_not_trained_later() -> None:
-    """Its masters would be bf16, in which small updates vanish; exports go back to the format that a model came in."""
-    for said in run_ranks(2, unfrozen_later, parity.config(mixed_precision="bf16")):
-        (line,) = said
-        assert "was sharded in bfloat16 while it was frozen; make the model anew" in line
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_sharded_model_trains_what_it_was_sharded_for(precision: str) -> None:
+    """FSDP2 would give a parameter that is unfrozen later no gradient; exports go back to the format a model came in."""
+    for said in run_ranks(2, unfrozen_later, parity.config(mixed_precision=precision)):
+        thawed, frozen = said
+        assert thawed.startswith("9 parameters were frozen when the model was sharded: model.layers.0.")
+        assert frozen.startswith("9 parameters were trained when the model was sharded: model.layers.1.")
 
 
 def groups(rank: int, settings: Any) -> int:

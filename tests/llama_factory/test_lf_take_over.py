@@ -206,3 +206,21 @@ def test_plugins_package_and_arguments_together(factory: Path, capsys: pytest.Ca
         del sys.modules[name]
     assert [plugin, term] == told()[:2]
     assert "too old" in told()[2]
+
+
+def asked_about_experts(rank: int) -> list[str]:
+    """Return what the model's check says of dividing the experts of a model that has none."""
+    from torchturbo.adapters.llama_factory import run
+
+    run._empty_model = lambda model_args: tiny.model("llama")  # this process is the test's own
+    try:
+        run._check_model(SimpleNamespace(), launch("--tt_ep_size", "2"))
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+def test_what_depends_on_the_ranks_is_refused_before_weights() -> None:
+    """The check knows how many there are."""
+    for (message,) in run_ranks(2, asked_about_experts):
+        assert "has no experts to divide" in message

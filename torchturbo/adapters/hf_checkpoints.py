@@ -30,7 +30,7 @@ from torchturbo.checkpoint.hf_export import export
 from torchturbo.checkpoint.layout import NATIVE, is_native
 from torchturbo.checkpoint.record import exports_each, read_facts, run_facts, write_record
 from torchturbo.checkpoint.resume import agreed_checkpoint, format_problem, has_record, resume_flag, resume_problems
-from torchturbo.errors import ConfigError, Problem, fail, shorten
+from torchturbo.errors import ConfigError, Problem, fail, shorten, some
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import everywhere, together
 from torchturbo.plugins.load import plugin_facts
@@ -211,8 +211,7 @@ class CheckpointMixin:
             name for name in load_result.missing_keys if name in tensors and tensors[name].data_ptr() not in loaded
         ]
         if missing and self._resuming:
-            names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
-            raise ValueError(f"its weights lack {len(missing)} of the model's: {names}")
+            raise ValueError(f"its weights lack {len(missing)} of the model's: {some(missing)}")
         super()._issue_warnings_after_load(load_result)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

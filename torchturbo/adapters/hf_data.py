@@ -146,7 +146,7 @@ class DataMixin:
             even_batches=accelerator.even_batches,
             slice_fn_for_dispatch=slice_fn,
             use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=self._data_seed(),
+            data_seed=self.args.data_seed,  # which taken_over() has set
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
@@ -155,14 +155,6 @@ class DataMixin:
             prepared.state = state
         accelerator._dataloaders.append(prepared)
         return prepared
-
-    def _data_seed(self) -> int:
-        """Return the seed of the shuffled order: the user's, or the one that rank 0 was seeded with. A collective."""
-        if self.args.data_seed is not None:
-            return int(self.args.data_seed)
-        seed = torch.tensor(torch.random.initial_seed() % 2**62, device=self.args.device)
-        dist.broadcast(seed, src=0)
-        return int(seed)
 
     # ---- what is gathered and counted ----
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FSDPModule
-
 from torchturbo.engine.backends.fsdp2.clip import clip_grad_norm
+from torchturbo.engine.backends.fsdp2.shard import reshard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,14 +66,3 @@ class DistributedMixin:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
         norm = clip_grad_norm(model.parameters()) if grad_norm is None else grad_norm
         return norm.item() if hasattr(norm, "item") else norm
-
-
-def reshard(model: Any) -> None:
-    """Free the gathered parameters of every unit.
-
-    A forward pass without a backward leaves the root's in place of the sharded ones, and an optimizer or a state dict
-    must get those.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torchturbo.checkpoint.damage import native_problem
 from torchturbo.checkpoint.files import file_names, publish_folder, remove, sync, sync_one
 from torchturbo.checkpoint.layout import NATIVE
-from torchturbo.checkpoint.names import some
 from torchturbo.checkpoint.native import State
 from torchturbo.checkpoint.optimizer_state import write_options
 from torchturbo.checkpoint.transfer import silence, write
-from torchturbo.errors import ConfigError, Problem
+from torchturbo.errors import ConfigError, Problem, some
 from torchturbo.logging import get_logger
 from torchturbo.parallel.agree import together
 from torchturbo.runtime import Runtime

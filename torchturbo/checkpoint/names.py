@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and torch's checkpoint wrapper put into names; DCP's own state dicts go without, too."""
@@ -47,16 +45,3 @@ def bare(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: a forward pass without a backward leaves the root's in place of the sharded ones."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def some(names: Iterable[str]) -> str:
-    """Return the first of many names."""
-    listed = list(names)
-    return f"{', '.join(listed[:3])}{', ...' if len(listed) > 3 else ''}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchturbo.checkpoint.names import model_tensors, reshard, some
+from torchturbo.checkpoint.names import model_tensors
 from torchturbo.checkpoint.optimizer_state import (
     collect,
     empty_states,
@@ -27,6 +27,8 @@ from torchturbo.checkpoint.optimizer_state import (
 )
 from torchturbo.checkpoint.safe_metadata import read_index
 from torchturbo.checkpoint.transfer import from_first, quiet, read_into, staged, write
+from torchturbo.engine.backends.fsdp2.shard import reshard
+from torchturbo.errors import some
 
 
 @dataclass

@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from torchturbo.checkpoint.recipes import Recipes, find_recipes, state
 from torchturbo.checkpoint.slices import Reader, Source, Stored, fill, headers
 from torchturbo.engine.model import base_model
-from torchturbo.errors import ConfigError, Problem
+from torchturbo.errors import ConfigError, Problem, some
 from torchturbo.logging import get_logger
 from torchturbo.observe.size import size
 from torchturbo.parallel.agree import together
@@ -108,7 +108,7 @@ class WeightSource:
             return [Problem(self.name, "", message, "read the weights with from_pretrained before it gets them")]
         recipes, expected = self.recipes(base), state(base)
         if missing := _missing(base, recipes):
-            message = f"lacks {len(missing)} of the model's weights: {_listed(missing)}"
+            message = f"lacks {len(missing)} of the model's weights: {some(missing)}"
             problems.append(Problem(self.name, "", message, REMEDY))
         for name, reason in sorted(recipes.failures.items())[:SHOWN]:
             problems.append(Problem(self.name, "", f"can't be converted to the model's {name}: {reason}", REMEDY))
@@ -292,7 +292,3 @@ def _stretches(
         first.fill(left, region, reader)
         second.fill(right, region, reader)
         yield left, right
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"

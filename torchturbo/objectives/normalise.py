@@ -2,9 +2,10 @@
 
 ``loss_rank = R * numerator_rank / denominator_global``: the numerator is a sum over this rank's own tokens, the
 denominator the number of valid tokens of the whole window on all ranks, and R the number of ranks whose gradients
-are averaged afterwards: all of them where gradients are averaged, 1 where they are summed, as FSDP2 does here. The
-sum over micro-batches and ranks is then the gradient of the mean over all tokens, however unevenly they are spread.
-A mean per micro-batch is not: https://github.com/huggingface/transformers/pull/34191.
+are averaged afterwards: all of them where gradients are averaged, 1 where they are summed, as FSDP2 does here. (Trainer
+takes losses as means over the ranks; under it R is their number, and its adapter divides where it differentiates.) The
+sum over micro-batches and ranks is then the gradient of the mean over all tokens, however unevenly they are spread. A
+mean per micro-batch is not: https://github.com/huggingface/transformers/pull/34191.
 
 Under sequence parallelism the ranks of a group hold the same micro-batch until the model slices it: its weight is
 counted by each of them and so divided by their number, while its numerator is the sum over a rank's own slice.

@@ -77,8 +77,13 @@ class MeshPlan:
 
 def is_sharded(config: EngineConfig, world_size: int) -> bool:
     """Return whether FSDP2 holds the parameters: always with several ranks, and where one process offloads them."""
+    return world_size > 1 or is_offloaded(config)
+
+
+def is_offloaded(config: EngineConfig) -> bool:
+    """Return whether FSDP2 keeps parameters, gradients and optimizer state in host memory."""
     offload = config.backend_config.cpu_offload
-    return world_size > 1 or (offload.enabled and offload.mode == "all")
+    return offload.enabled and offload.mode == "all"
 
 
 def mesh_problems(config: EngineConfig, world_size: int) -> list[Problem]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torchturbo.checkpoint.damage import index_problem
 from torchturbo.checkpoint.weights import WeightSource
-from torchturbo.errors import ConfigError, Problem
+from torchturbo.errors import ConfigError, Problem, some
 from torchturbo.logging import get_logger
 from torchturbo.train.arguments import ModelArguments
 
@@ -258,8 +258,7 @@ def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any
     model, told = loaded
     if missing := sorted(told["missing_keys"]):
         # Transformers fills them with random numbers and prints a table; a run that starts so is hardly ever meant.
-        names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
-        message = f"{name} lacks {len(missing)} of the model's weights: {names}"
+        message = f"{name} lacks {len(missing)} of the model's weights: {some(missing)}"
         raise ConfigError([Problem(PLACE, "", message, "use the whole model, as save_pretrained writes it")])
     return model
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchturbo.errors import Problem, fail
+from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -42,11 +42,10 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     context.saved_dtypes = _formats(model)
     if context.weights is not None:
         context.saved_dtypes |= context.weights.dtypes(model)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            continue  # an earlier engine's doing, which stays as it is: see the step "shard"
         if parameter.is_floating_point() and (parameter.requires_grad or not bf16):
-            if isinstance(parameter, DTensor) and parameter.to_local().dtype != torch.float32:
-                message = f"{name} was sharded in {str(parameter.dtype).removeprefix('torch.')} while it was frozen"
-                fail([Problem("", "", message, "make the model anew to train it, or to compute in fp32")])
             parameter.data = parameter.data.float()
 
 

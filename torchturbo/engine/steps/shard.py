@@ -11,10 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchturbo.engine import shard_check
 from torchturbo.engine.backends.fsdp2 import offload
-from torchturbo.engine.backends.fsdp2.shard import reduce_unused, shard
+from torchturbo.engine.backends.fsdp2.shard import shard
 from torchturbo.engine.backends.fsdp2.units import find_units
-from torchturbo.errors import Problem
+from torchturbo.errors import Problem, fail, some
 from torchturbo.logging import get_logger
+from torchturbo.parallel.mesh import is_offloaded
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -30,6 +31,8 @@ KEYS = (
 """What a sharded model is made for: FSDP2 can't be taken out of it again."""
 SHARDED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 """The settings that each sharded model was sharded with."""
+TRAINED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""The parameters of each sharded model that were trained then, by name."""
 log = get_logger(__name__)
 
 
@@ -54,8 +57,21 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         shard(units, context.meshes, config, context.runtime, partly_used=context.partly_used)
         SHARDED[model] = {path: config.get(path) for path in KEYS}
         log.debug("%d layers are units of sharding, %s", len(units.layers), context.plan)
-    elif isinstance(model, FSDPModule):
-        reduce_unused(model, context.partly_used)  # another engine may train other parts of it
+        TRAINED[model] = _trained(model)
+    elif changed := sorted(_trained(model) ^ TRAINED.get(model, _trained(model))):
+        # FSDP2 settles which gradients there are when a parameter is gathered for the first time.
+        message = (
+            f"{len(changed)} parameters were {_word(model, changed[0])} when the model was sharded: {some(changed)}"
+        )
+        fail([Problem("", "", message, "train and freeze the same ones again, or make the model anew")])
     if context.weights is not None and any(parameter.is_meta for parameter in model.parameters()):
-        offloaded = config.backend_config.cpu_offload.enabled and config.backend_config.cpu_offload.mode == "all"
-        context.weights.load(model, torch.device(context.runtime.device_type), offloaded=offloaded)
+        device = torch.device(context.runtime.device_type)
+        context.weights.load(model, device, offloaded=is_offloaded(config))
+
+
+def _trained(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _word(model: nn.Module, name: str) -> str:
+    return "frozen" if model.get_parameter(name).requires_grad else "trained"

@@ -19,6 +19,7 @@ from torchturbo.engine.backends.fsdp2.host_state import HostStateOptimizer, keep
 from torchturbo.errors import Problem
 from torchturbo.logging import get_logger
 from torchturbo.optim.kept import Kept, kept
+from torchturbo.parallel.mesh import is_offloaded
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -141,8 +142,7 @@ def mesh_backend(config: EngineConfig, runtime: Runtime) -> str | None:
     With ``mode: all`` gradients are in host memory when they are clipped, and a device's backend reduces nothing there
     (https://github.com/pytorch/pytorch/issues/148532).
     """
-    offload = config.backend_config.cpu_offload
-    if not offload.enabled or offload.mode != "all" or runtime.device_type == "cpu":
+    if not is_offloaded(config) or runtime.device_type == "cpu":
         return None
     return f"cpu:gloo,{runtime.device_type}:{runtime.distributed_backend}"
 

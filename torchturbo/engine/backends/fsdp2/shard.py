@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from torchturbo.engine.backends.fsdp2.units import Units
+from torchturbo.parallel.mesh import is_offloaded
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -57,18 +58,21 @@ def shard(units: Units, meshes: Meshes, config: EngineConfig, runtime: Runtime, 
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(partly_used)  # zeros where another rank has a gradient
     # fully_shard gives a module's class another name, and Transformers goes by names: Trainer shifts the labels of a
     # smoothed loss for the classes that it knows as causal language models.
     kind = type(units.root)
     kind.__name__ = kind.__name__.removeprefix("FSDP")
-    reduce_unused(units.root, partly_used)
 
 
-def reduce_unused(model: nn.Module, partly_used: bool) -> None:
-    """Let a sharded model reduce zeros for parameters without a gradient, where some ranks may have one."""
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters of every unit; a model that is not sharded has none.
+
+    A forward pass without a backward leaves the root's in place of the sharded ones, and an optimizer must get those.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_reduce_scatter_unused_params(partly_used)
+            module.reshard()
 
 
 def mixed_precision(policy: str | None) -> MixedPrecisionPolicy:
@@ -80,8 +84,7 @@ def mixed_precision(policy: str | None) -> MixedPrecisionPolicy:
 
 def offload_policy(config: EngineConfig, runtime: Runtime) -> OffloadPolicy:
     """Return where sharded parameters, gradients and optimizer state live: host memory for ``mode: all``."""
-    offload = config.backend_config.cpu_offload
-    if not offload.enabled or offload.mode != "all":
+    if not is_offloaded(config):
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=runtime.device_type != "cpu")  # pinning asks for an accelerator
 
