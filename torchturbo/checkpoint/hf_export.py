@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
@@ -39,7 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from torchturbo.checkpoint.recipes import state
 from torchturbo.engine.model import base_model
-from torchturbo.parallel.agree import together
+from torchturbo.parallel.agree import from_first, is_first, together
 
 MAX_SHARD_SIZE = "5GB"
 """The most bytes of one file. ``save_pretrained`` has ten times as much; the first rank holds one file in memory."""
@@ -215,7 +214,7 @@ class _Writer:
 
     def take(self, gathered: Mapping[str, torch.Tensor]) -> None:
         """Keep a group of the model's tensors, converted to what the checkpoint holds."""
-        if not _is_first() or self.error is not None:
+        if not is_first() or self.error is not None:
             return
         try:
             held = {name: tensor.cpu() for name, tensor in gathered.items()}
@@ -225,7 +224,7 @@ class _Writer:
 
     def write(self, file: str) -> None:
         """Write a file whose tensors are all there."""
-        if not _is_first():
+        if not is_first():
             return
         if self.error is not None:
             raise self.error
@@ -235,7 +234,7 @@ class _Writer:
 
     def finish(self) -> None:
         """Write the index and the configuration, which makes the folder a model, and remove another model's files."""
-        if not _is_first():
+        if not is_first():
             return
         for old in (*self.folder.glob("model-*-of-*.safetensors"), self.folder / SAFE_WEIGHTS_NAME):
             if old.name not in self.plan.files:
@@ -294,16 +293,11 @@ def _has_adapters(model: Any) -> bool:
 
 def _export_adapters(model: Any, folder: Path, saved_dtypes: Mapping[str, torch.dtype]) -> None:
     """Gather the adapters' tensors, which are small, and let PEFT write them."""
-    names: list[Any] = [None]
     tensors = state(model)
+    names = from_first(WHAT, lambda: _adapter_names(model, tensors))
+    gathered = {name: _gathered(tensors[name], saved_dtypes.get(name, tensors[name].dtype)).cpu() for name in names}
     with together(WHAT):
-        if _is_first():
-            names = [_adapter_names(model, tensors)]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(names)
-    gathered = {name: _gathered(tensors[name], saved_dtypes.get(name, tensors[name].dtype)).cpu() for name in names[0]}
-    with together(WHAT):
-        if _is_first():
+        if is_first():
             model.save_pretrained(str(folder), state_dict=gathered)
 
 
@@ -318,7 +312,3 @@ def _adapter_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]
         for tensor in get_peft_model_state_dict(model, state_dict=dict(outline), adapter_name=adapter).values()
     }
     return [name for name, tensor in outline.items() if id(tensor) in wanted]
-
-
-def _is_first() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
