@@ -1,4 +1,4 @@
-"""Every live key: two values of it, the same run, and something that the engine then does differently."""
+"""Every key: two values of it, the same run, and something that the engine then does differently."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from key_runs import flag, run
+from keys_diffusion import CASES as DIFFUSION
+from keys_dspark import CASES as DSPARK
+from keys_mtp import CASES as MTP
+from keys_routers import CASES as ROUTERS
 from ranked_keys import RANKED
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForImageTextToText, TrainingArguments
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from torchturbo.adapters.hf_trainer import TurboTrainer
-from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
-from torchturbo.engine.pipeline import LIVE_KEYS
-from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError
 from torchturbo.generated.keys import KEYS
 from torchturbo.plugins import Plugin, Run
-from torchturbo.train.batches import Collator
-from torchturbo.train.examples import Examples
 
 VOCABULARY = 320
 PLUGIN = """
@@ -63,40 +61,6 @@ class Watcher(Plugin):
     def _layer(self, *args: Any) -> None:
         self.layer_calls += 1
         self.layer_with_graph.add(torch.is_grad_enabled())
-
-
-def rows(count: int = 8) -> Examples:
-    ids = torch.randint(3, 320, (count, 10), generator=torch.Generator().manual_seed(1)).tolist()
-    return Examples([{"input_ids": row, "labels": row} for row in ids])
-
-
-def run(
-    folder: Path,
-    *words: str,
-    model: Any = None,
-    plugins: list[Plugin] | None = None,
-    resume: bool = False,
-    **changes: Any,
-) -> Any:
-    """Train for two steps of one row and return the trainer."""
-    set_torchturbo_args(parse_torchturbo_args(words)[0])
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 1, "max_steps": 2, "logging_steps": 1, "use_cpu": True, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True,
-    }  # fmt: skip
-    args = TrainingArguments(str(folder), **(settings | changes))
-    model = tiny.model() if model is None else model
-    with restored_determinism():
-        trainer = TurboTrainer(
-            model=model, args=args, train_dataset=rows(), data_collator=Collator(0), turbo_plugins=plugins or ()
-        )
-        trainer.train(resume_from_checkpoint=resume or None)
-    return trainer
-
-
-def flag(path: str, value: Any) -> list[str]:
-    """Return the words that set a key to a value, on the command line."""
-    return [str(KEYS[path].cli), str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 def watched(path: str, look: Callable[[Watcher], Any], *words: str) -> Callable[[Any, Path], Any]:
@@ -276,6 +240,10 @@ CASES: dict[str, tuple[Any, Any, Callable[[Any, Path], Any]]] = {
     "memory_snapshot_steps": (1, 2, snapshots),
     "checkpoint.hf_export": ("every", "final", exported),
     "plugins": ("marking.py", "idle.py", plugins),
+    **DIFFUSION,
+    **DSPARK,
+    **MTP,
+    **ROUTERS,
     **RANKED,
 }
 
@@ -284,9 +252,9 @@ ONE_VALUE = {"backend": "fsdp2", "moe.token_dispatcher": "alltoall"}
 """Keys of which no second value exists; what they do is tested where it is done (test_pipeline.py, test_dispatch.py)."""
 
 
-def test_every_live_key_is_looked_at() -> None:
-    """A key that comes alive comes here too; one that has a single value says which."""
-    assert LIVE_KEYS == CASES.keys() | ONE_VALUE.keys()
+def test_every_key_is_looked_at() -> None:
+    """A new key comes here too; one that has a single value says which."""
+    assert KEYS.keys() == CASES.keys() | ONE_VALUE.keys()
     assert all(KEYS[path].choices == (value,) for path, value in ONE_VALUE.items())
 
 

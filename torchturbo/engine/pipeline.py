@@ -1,7 +1,7 @@
 """The order in which the engine works on a model, as data, and which configuration key each step consumes.
 
 Add a step: a function ``(model, config, context)`` in a module of its own under ``torchturbo/engine/steps/``, and one
-row below in its place of the order freeze, extra heads, ops, losses, mesh, sequence, experts, activation
+row below in its place of the order freeze, extra heads, ops, losses, objectives, mesh, sequence, experts, activation
 checkpointing, shard, prefetch. Add an observer: a function ``(config)`` that returns a plugin, or None where its keys do
 not ask for one. A key that no row claims is refused when it is set: :func:`inactive_problems`.
 This module imports neither torch nor transformers: ``config show`` reads it.
@@ -59,6 +59,13 @@ STEPS: tuple[Step, ...] = (
         undo="torchturbo.engine.steps.freeze:undo",
     ),
     Step(
+        "extra heads",
+        "torchturbo.engine.steps.heads:apply",
+        ("mtp.enabled",),
+        check="torchturbo.engine.steps.heads:check",
+        undo="torchturbo.engine.steps.heads:undo",
+    ),
+    Step(
         "precision",
         "torchturbo.engine.steps.precision:apply",
         ("mixed_precision",),
@@ -77,6 +84,42 @@ STEPS: tuple[Step, ...] = (
         ("loss_chunk.enabled", "loss_chunk.chunk_size"),
         check="torchturbo.engine.steps.losses:check",
         undo="torchturbo.engine.steps.losses:undo",
+    ),
+    Step(
+        "block diffusion",
+        "torchturbo.engine.steps.diffusion:apply",
+        ("diffusion.cap_lambda", "diffusion.bd_mask_low", "diffusion.bd_mask_high", "diffusion.bd_block_size"),
+        check="torchturbo.engine.steps.diffusion:check",
+        undo="torchturbo.engine.steps.diffusion:undo",
+    ),
+    Step(
+        "multi-token prediction",
+        "torchturbo.engine.steps.mtp:apply",
+        ("mtp.loss_scaling_factor", "mtp.log_loss"),
+        check="torchturbo.engine.steps.mtp:check",
+        undo="torchturbo.engine.steps.mtp:undo",
+    ),
+    Step(
+        "DSpark",
+        "torchturbo.engine.steps.dspark:apply",
+        (
+            "dspark.enabled",
+            "dspark.loss_scaling_factor",
+            "dspark.num_anchors",
+            "dspark.loss_decay_gamma",
+            "dspark.ce_loss_alpha",
+            "dspark.l1_loss_alpha",
+            "dspark.confidence_loss_alpha",
+        ),
+        check="torchturbo.engine.steps.dspark:check",
+        undo="torchturbo.engine.steps.dspark:undo",
+    ),
+    Step(
+        "router losses",
+        "torchturbo.engine.steps.routers:apply",
+        ("moe.aux_loss_coeff", "moe.z_loss_coeff"),
+        check="torchturbo.engine.steps.routers:check",
+        undo="torchturbo.engine.steps.routers:undo",
     ),
     Step("mesh", "torchturbo.engine.steps.mesh:apply"),
     Step(

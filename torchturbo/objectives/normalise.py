@@ -66,6 +66,10 @@ class Term:
     """``(outputs, batch)`` to a scalar that is not divided by anything; None adds nothing."""
     weight: Callable[[Mapping[str, Any]], Tensor | None] | None = None
     """``(batch)`` to the weight that the value sums over; without it the term is a mean over micro-batches and ranks."""
+    coefficient: float = 1.0
+    """What the loss adds it times. The metric is without; at 0 the value is computed without a graph, and logged alone."""
+    pooled: bool = False
+    """Of a mean: whether the value is this rank's share of one over the micro-batch that its group's ranks hold."""
 
 
 class TokenMean:
@@ -138,6 +142,9 @@ class Normaliser:
         self.terms: list[Term] = []
         self._weights: dict[str, Tensor] = {}  # each weighted term's denominator in this window
         self._logged: dict[str, Tensor] = {}  # each term's scaled values since the last log
+        self.ratios: list[str] = []
+        """Names of the metrics beside the terms that are quotients of sums over ranks and steps: :meth:`ratio`."""
+        self._sums: dict[str, Tensor] = {}  # numerator and denominator of each since the last log
         self._terms_met = False  # whether a loss has come by that they could be added to
         self.evaluation: TokenMean | None = None
         """Sums up the evaluation under way."""
@@ -198,9 +205,17 @@ class Normaliser:
         """Scale a sum over this rank's tokens, a scalar."""
         return scale(numerator, self.denominator.to(numerator.device), self.factor)
 
-    def mean_term(self, value: Tensor) -> Tensor:
-        """Scale a term that is a mean over micro-batches and ranks, a scalar."""
-        return value * (self.factor / (self.ranks * self.micro_batches))
+    def mean_term(self, value: Tensor, *, pooled: bool = False) -> Tensor:
+        """Scale a term that is a mean over micro-batches and ranks, a scalar.
+
+        A ``pooled`` one is a share: those of the ranks that hold a micro-batch together add up to its value.
+        """
+        return value * (self.factor * (self.sp_size if pooled else 1) / (self.ranks * self.micro_batches))
+
+    def ratio(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
+        """Add to a metric that is a quotient of sums, one of :attr:`ratios`; both are scalars of this rank."""
+        pair = torch.stack([numerator.detach().float(), denominator.detach().float()])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     @property
     def factor(self) -> int:
@@ -279,11 +294,12 @@ class Normaliser:
         return (total, *output[1:])
 
     def _with_term(self, loss: Tensor, term: Term, output: Any, batch: Mapping[str, Any]) -> Tensor:
-        value = term.value(output, batch)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and term.coefficient != 0):
+            value = term.value(output, batch)
         if value is None:
             return loss
         if term.weight is None:
-            value = self.mean_term(value)
+            value = self.mean_term(value, pooled=term.pooled)
         else:
             if term.name not in self._weights:
                 raise RuntimeError(
@@ -292,26 +308,37 @@ class Normaliser:
             value = scale(value, self._weights[term.name].to(value.device), self.factor)
         shown = value.detach().float() * (self.ranks / self.factor)  # as a mean over ranks
         self._logged[term.name] = self._logged.get(term.name, 0) + shown
-        return loss + value
+        if term.coefficient == 0:
+            return loss
+        return loss + (value if term.coefficient == 1 else value * term.coefficient)
 
     def forget_terms(self) -> None:
         """Begin the means of the terms anew."""
-        self._logged = {}
+        self._logged, self._sums = {}, {}
 
     def term_metrics(self, steps: int, device: torch.device) -> dict[str, float]:
-        """Return each term's mean over the last optimizer steps, and begin anew. A collective where there are terms."""
+        """Return each term's mean over the last optimizer steps and each ratio, and begin anew.
+
+        A collective where there are terms. A ratio of nothing is left out.
+        """
         if not self.terms:
             return {}
         if not self._terms_met:
             self._terms_met = True
             names = ", ".join(term.name for term in self.terms)
             log.warning_rank0("loss terms have no effect (%s): the trainer computes its loss past the model's", names)
-        sums = torch.stack([torch.as_tensor(self._logged.get(term.name, 0.0)).to(device) for term in self.terms])
+        values = [torch.as_tensor(self._logged.get(term.name, 0.0)).to(device) for term in self.terms]
+        pairs = [self._sums.get(name, torch.zeros(2)).to(device) for name in self.ratios]
         self.forget_terms()
+        sums = torch.cat([torch.stack(values), *pairs])
         if self.ranks > 1:
             dist.all_reduce(sums, group=self.group)
-        means = (sums / (self.ranks * max(1, steps))).tolist()
-        return {term.name: mean for term, mean in zip(self.terms, means, strict=True)}
+        means = (sums[: len(values)] / (self.ranks * max(1, steps))).tolist()
+        metrics = {term.name: mean for term, mean in zip(self.terms, means, strict=True)}
+        for name, (numerator, denominator) in zip(self.ratios, sums[len(values) :].view(-1, 2).tolist(), strict=True):
+            if denominator:
+                metrics[name] = numerator / denominator
+        return metrics
 
 
 class NormalisedLoss:
