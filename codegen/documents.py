@@ -7,7 +7,6 @@ import textwrap
 from codegen.model import Source
 from codegen.templates import render
 from torchturbo.config.keys import Key, shown, type_text
-from torchturbo.engine.pipeline import LIVE_KEYS
 
 WIDTH = 80
 INDENT = " " * 6
@@ -15,9 +14,7 @@ INDENT = " " * 6
 
 def reference(source: Source) -> str:
     """Return the reference of every key, one section a key so that a search finds it."""
-    return render(
-        "reference.md.j2", source=source, groups=_groups(source), shown=shown, type_text=type_text, live=LIVE_KEYS
-    )
+    return render("reference.md.j2", source=source, groups=_groups(source), shown=shown, type_text=type_text)
 
 
 def environment(source: Source) -> str:
@@ -60,8 +57,6 @@ def _option(key: Key) -> list[str]:
         facts.append(f"Default {shown(key.default)}")
     if key.env:
         facts.append(f"variable {key.env}")
-    if key.path not in LIVE_KEYS:
-        facts.append("not available in this version")
     text = f"{key.text} ({'; '.join(facts)})" if facts else key.text
     body = textwrap.wrap(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
     return [f"  {key.cli} {value}".rstrip(), *body]

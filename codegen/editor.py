@@ -11,7 +11,6 @@ from codegen.contradictions import RUNTIME
 from codegen.model import Schema, Source
 from codegen.templates import HEADER
 from torchturbo.config.keys import Alias, Key, shown
-from torchturbo.engine.pipeline import LIVE_KEYS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -48,8 +47,6 @@ def _leaf(body: Schema, key: Key) -> Schema:
     named.append(("default", shown(key.default)))
     if key.nullable:
         named.append(("null", key.null))
-    if key.path not in LIVE_KEYS:
-        named.append(("status", "not available in this version"))
     body["markdownDescription"] = key.text + "\n\n" + "  \n".join(f"{word}: `{value}`" for word, value in named)
     body["x-intellij-html-description"] = (
         html.escape(key.text)

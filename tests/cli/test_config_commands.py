@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from torchturbo.engine.config import load_config
-from torchturbo.engine.pipeline import LIVE_KEYS
 from torchturbo.generated.keys import KEYS, SECTIONS
 
 Run = Callable[..., Any]
@@ -44,10 +43,7 @@ def test_show_has_a_row_for_every_key(torchturbo: Run) -> None:
     assert list(KEYS) == list(rows)
     assert ["fsdp2", "default", "", ""] == rows["backend"]
     assert ["null", "default", "", ""] == rows["gbs"]
-    assert {path for path in KEYS if path not in LIVE_KEYS} == {
-        path for path, row in rows.items() if row[3] == "inactive"
-    }
-    assert "inactive: not available in this version" in done.out
+    assert {""} == {row[3] for row in rows.values()}
 
 
 def test_show_names_the_layer_and_the_place(torchturbo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +55,7 @@ def test_show_names_the_layer_and_the_place(torchturbo: Run, monkeypatch: pytest
     assert ["4", "file", "turbo.yaml:1:6", ""] == rows["gbs"]
     assert ["2", "environment", "TORCH_TURBO_EP_SIZE", ""] == rows["parallel_plan.ep_size"]
     assert ["bf16", "command line", "--tt_mixed_precision", ""] == rows["mixed_precision"]
-    assert ["true", "file", "turbo.yaml:2:17", "inactive, idle"] == rows["mtp.log_loss"]
+    assert ["true", "file", "turbo.yaml:2:17", "idle"] == rows["mtp.log_loss"]
     assert "idle: set, but another key keeps it from being read" in done.out
     assert "turbo.yaml:2:17: mtp.log_loss: set but not read" in done.err
 
@@ -146,7 +142,6 @@ def test_every_key_is_explained_under_each_of_its_names(torchturbo: Run, key: An
     words = " ".join(page.out.split())
     for text in (key.text, *key.values, key.null, key.cli or "", key.env or "", key.since, "> default"):
         assert " ".join(text.split()) in words, text
-    assert ("inactive" in words) is (key.path not in LIVE_KEYS)
     for condition in key.active_when:
         assert f"{condition}" in words
     for name in filter(None, (key.cli, key.cli and key.cli[2:], key.env, key.arg, key.name)):
@@ -226,16 +221,6 @@ def test_explain_answers_although_a_layer_is_wrong(torchturbo: Run) -> None:
 
 
 IDLE = "activation_checkpointing: {enabled: false, use_reentrant: false}"
-
-
-def test_validate_warns_of_what_train_refuses(torchturbo: Run) -> None:
-    """A key without its feature is no error of the file, and no surprise at the start of a run either."""
-    done = torchturbo("config", "validate", write("mtp: {enabled: true}"))
-    assert 0 == done.status
-    assert [
-        "turbo.yaml:1:16: warning: mtp.enabled: not available in this version; remove it; the default is in force",
-        "turbo.yaml: ok",
-    ] == done.out.splitlines()
 
 
 def test_validate_for_people(torchturbo: Run) -> None:

@@ -175,10 +175,10 @@ def test_the_new_option_is_checked_and_has_its_switch(run: Run) -> None:
 
 
 def test_the_new_option_is_explained_and_offered(run: Run) -> None:
-    """`config explain` and `config init` know it, and it is marked as doing nothing yet."""
+    """`config explain` and `config init` know it."""
     _, text, _ = run("config", "explain", "mtp_head_dropout")
     assert isinstance(text, str)
-    for wanted in ("mtp.head_dropout", "number or null, 0 to 1", "TORCH_TURBO_MTP_HEAD_DROPOUT", "inactive"):
+    for wanted in ("mtp.head_dropout", "number or null, 0 to 1", "TORCH_TURBO_MTP_HEAD_DROPOUT"):
         assert wanted in text
     assert "# head_dropout: 0.0" in run("config", "init", "-")[1]
 

@@ -112,7 +112,6 @@ def test_all_that_is_wrong_with_the_arguments_at_once(tmp_path: Path, capsys: py
         ),
         (["--no_average_tokens_across_devices"], "--average_tokens_across_devices: the engine always counts"),
         (["--accelerator_config", '{"split_batches": true}'], "--accelerator_config: split_batches would divide"),
-        (["--tt_enable_mtp"], "--tt_enable_mtp: mtp.enabled: not available in this version; remove it"),
         (["--tt_plugin", "x.py"], "x.py: no such file; the path is taken from "),
         (["--logging_steps", "0"], "logging strategy"),
         (["--", "--tt_gbs", "2"], "--tt_gbs: unknown argument"),
@@ -267,15 +266,15 @@ def test_packing_is_refused_where_rows_would_see_each_other(
 def test_options_and_paths_are_told_together(
     material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What each layer says wrong, what has no feature yet, what clashes, and what is not there."""
+    """What each layer says wrong, what clashes, and what is not there."""
     blocked = tmp_path / "file"
     blocked.write_text("")
-    words = ["--tt_sp_siez", "2", "--tt_enable_mtp", "--fp16", "--lerning_rate", "3", "--dataset", str(tmp_path / "no")]
+    words = ["--tt_sp_siez", "2", "--fp16", "--lerning_rate", "3", "--dataset", str(tmp_path / "no")]
     words += ["--model_name_or_path", str(tmp_path / "none"), "--output_dir", str(blocked / "out")]
 
     lines = errors(capsys, words)
 
-    places = ["--tt_sp_siez", "--tt_enable_mtp", "--lerning_rate", "--fp16"]
+    places = ["--tt_sp_siez", "--lerning_rate", "--fp16"]
     places += ["--model_name_or_path", "--dataset", "--output_dir"]
     assert [line.partition(":")[0] for line in lines] == places
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torchturbo.config.keys import shown
-from torchturbo.engine import pipeline
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger, set_log_level
 from torchturbo.parallel.batch import BatchPlan, accumulation_steps, batch_problem
@@ -73,15 +72,10 @@ def checked_config(merged: Merged, problems: Iterable[Problem] = ()) -> EngineCo
     """
     from torchturbo.engine.config import config_of
 
-    found = [*config_problems(merged), *problems]
+    found = [*merged.problems, *problems]
     if found:
         fail(found)
     return config_of(merged)
-
-
-def config_problems(merged: Merged) -> list[Problem]:
-    """Return what is wrong with merged layers, keys without a feature included."""
-    return [*merged.problems, *pipeline.inactive_problems(merged.changed)]
 
 
 def device_problem(device_type: str, runtime: Runtime) -> Problem | None:

@@ -174,7 +174,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
 
     def _checked(self, config: EngineConfig, said: Mapping[str, Any]) -> EngineConfig:
         """Hold a configuration that was given as an object against what the framework was told."""
-        problems = base.environment_clashes() + clashes(said) + pipeline.inactive_problems(config.changed())
+        problems = base.environment_clashes() + clashes(said)
         if problems:
             fail(problems)
         for path, value, where in framework_values(said):

@@ -3,20 +3,18 @@
 Add a step: a function ``(model, config, context)`` in a module of its own under ``torchturbo/engine/steps/``, and one
 row below in its place of the order freeze, extra heads, ops, losses, objectives, mesh, sequence, experts, activation
 checkpointing, shard, prefetch. Add an observer: a function ``(config)`` that returns a plugin, or None where its keys do
-not ask for one. A key that no row claims is refused when it is set: :func:`inactive_problems`.
-This module imports neither torch nor transformers: ``config show`` reads it.
+not ask for one. Every key of the schema is claimed by one row, which a test holds: none is accepted and ignored.
+This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchturbo.errors import Problem
 
 if TYPE_CHECKING:
-    from torchturbo.config.layers import Setting
     from torchturbo.engine.config import EngineConfig
     from torchturbo.plugins.contract import Plugin
 
@@ -193,9 +191,6 @@ OBSERVERS: tuple[Step, ...] = (
 )
 """What watches a run: each function takes the configuration and returns a plugin, or None."""
 
-LIVE_KEYS: frozenset[str] = frozenset(key for step in (*STEPS, *LAUNCH, *OBSERVERS) for key in step.keys)
-"""Every key that does something in this version."""
-
 
 def apply(model: Any, config: EngineConfig, context: Any) -> None:
     """Run every step on a model, in order."""
@@ -219,12 +214,3 @@ def observers(config: EngineConfig) -> list[Plugin]:
     """Return the observers that a configuration asks for."""
     made = (step.load()(config) for step in OBSERVERS)
     return [observer for observer in made if observer is not None]
-
-
-def inactive_problems(changed: Iterable[Setting]) -> list[Problem]:
-    """Return a problem for each key that is set to another value than its default and does nothing yet."""
-    return [
-        Problem(origin.place, path, "not available in this version", "remove it; the default is in force")
-        for path, _, origin in changed
-        if path not in LIVE_KEYS
-    ]

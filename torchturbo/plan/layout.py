@@ -22,7 +22,7 @@ def configuration(merged: Merged, plan: Plan) -> EngineConfig | None:
     Where they make none, the sizes of the mesh can be told wrong all the same: each is held against the ranks alone.
     The batch is not, since a mistyped option may have been meant to change what it has to be.
     """
-    plan.errors += base.config_problems(merged)
+    plan.errors += merged.problems
     if not merged.problems:
         return config_of(merged)
     plan.errors += mesh_problems(config_of(merged._replace(problems=[])), plan.world_size)

@@ -81,7 +81,7 @@ def read_everything(line: CommandLine, *, complete: bool = True) -> Everything:
     merged = merge(read_layers(line.reading, named.value if named else None, framework_values(said, typed=True)))
     from torchturbo.train.paths import path_problems, unusable_paths
 
-    if problems or base.config_problems(merged) or unusable_paths(parsed):
+    if problems or merged.problems or unusable_paths(parsed):
         from torchturbo.plugins.load import file_problems
 
         problems += path_problems(parsed) + file_problems(merged.values.get("plugins", ()))

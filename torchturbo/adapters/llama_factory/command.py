@@ -46,7 +46,7 @@ def read_command(words: Sequence[str]) -> Command:
     problems: list[Problem] = [*arguments.problems, *refusals(arguments.said), *contradictions]
     problems += [*base.environment_clashes(), *nothing_to_do(arguments.said), *([missing] if missing else [])]
     merged = merge(read_layers(line.reading, path, values))
-    if problems or base.config_problems(merged) or key_clashes(arguments.said, merged.settings):
+    if problems or merged.problems or key_clashes(arguments.said, merged.settings):
         from torchturbo.plugins.load import file_problems
 
         problems += file_problems(merged.values.get("plugins", ()))

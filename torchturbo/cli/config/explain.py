@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 
-from torchturbo.cli.terminal import BOLD, DIM, YELLOW, columns, definitions, paint, wrap
+from torchturbo.cli.terminal import BOLD, DIM, columns, definitions, paint, wrap
 from torchturbo.config.keys import Key, Section, shown, type_text
 from torchturbo.config.layers import Layer, Reading, former_names
 from torchturbo.config.merge import Merged, merge
 from torchturbo.config.names import did_you_mean, nearest
 from torchturbo.config.sources import read_layers
-from torchturbo.engine.pipeline import LIVE_KEYS
 from torchturbo.errors import Problem, fail, shorten
 from torchturbo.generated.keys import FLAG_PREFIX, KEYS, SECTIONS
 
@@ -99,8 +98,6 @@ def _key(key: Key, merged: Merged) -> str:
     if key.choices:
         rows = zip((f"  {choice}" for choice in key.choices), key.values, strict=True)
         parts += ["", "  values", definitions(rows)]
-    if key.path not in LIVE_KEYS:
-        parts += ["", paint("  inactive: not available in this version; train refuses other values", YELLOW)]
     return "\n".join([*parts, "", _layers(key, merged)])
 
 

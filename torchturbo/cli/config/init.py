@@ -10,7 +10,6 @@ from pathlib import Path
 from torchturbo.cli.config.schema import SCHEMA
 from torchturbo.config.keys import Key, Section
 from torchturbo.engine.dump import scalar
-from torchturbo.engine.pipeline import LIVE_KEYS
 from torchturbo.errors import Problem, fail
 from torchturbo.generated.keys import KEYS, SECTIONS
 
@@ -62,8 +61,6 @@ def _text(key: Key) -> str:
     parts = [key.text]
     if len(key.choices) > 1:
         parts.append(f"One of: {', '.join(key.choices)}.")
-    if key.path not in LIVE_KEYS:
-        parts.append("Not available in this version.")
     return " ".join(parts)
 
 

@@ -12,7 +12,6 @@ from torchturbo.config.merge import Merged, idle_paths, merge
 from torchturbo.config.sources import read_layers
 from torchturbo.engine.config import EngineConfig, config_of
 from torchturbo.engine.dump import to_json, to_yaml
-from torchturbo.engine.pipeline import LIVE_KEYS
 
 
 def run(options: argparse.Namespace, command_line: Reading) -> int:
@@ -37,16 +36,12 @@ def _table(config: EngineConfig, merged: Merged, *, changed_only: bool) -> str:
     for path, setting in merged.settings.items():
         if changed_only and path not in changed:
             continue
-        note = "" if path in LIVE_KEYS else "inactive"
-        if path in idle and setting.origin.layer > Layer.DEFAULT:
-            note = f"{note}, idle" if note else "idle"
+        note = "idle" if path in idle and setting.origin.layer > Layer.DEFAULT else ""
         rows.append((path, shown(setting.value), setting.origin.layer.label, setting.origin.place, note))
         styles.append((BOLD,) if path in changed else (DIM,) if note else ())
     if len(rows) == 1:
         return "every key has its default"
     legend = []
-    if any("inactive" in row[4] for row in rows[1:]):
-        legend.append("inactive: not available in this version; train refuses another value than the default")
     if any("idle" in row[4] for row in rows[1:]):
         legend.append("idle: set, but another key keeps it from being read; `config explain KEY` says which")
     table = columns(rows, styles)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torchturbo.cli.terminal import GREEN, RED, YELLOW, paint
 from torchturbo.config.file import read_file
 from torchturbo.config.merge import merge
-from torchturbo.engine.pipeline import inactive_problems
 from torchturbo.errors import Problem, fail, printable
 
 
@@ -49,7 +48,6 @@ def _check(file: str) -> list[Finding]:
     findings = [
         *(_finding(file, problem, "error") for problem in merged.problems),
         *(_finding(file, warning, "warning") for warning in merged.warnings),
-        *(_finding(file, problem, "warning") for problem in inactive_problems(merged.changed)),
     ]
     return sorted(findings, key=lambda finding: (finding.line or 0, finding.column or 0))
 

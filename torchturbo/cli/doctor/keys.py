@@ -1,4 +1,4 @@
-"""What each live key would do on this machine: its own text, or a sentence where the device decides."""
+"""What each key would do on this machine: its own text, or a sentence where the device decides."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 
 from torchturbo.cli.doctor.device import Device
-from torchturbo.engine.pipeline import LIVE_KEYS
 from torchturbo.generated.keys import KEYS
 
 
 def effects(device: Device | None) -> dict[str, str]:
-    """Return a sentence for every live key, in the contract's order; without a device the keys' own texts."""
-    return {path: _effect(path, device) for path in KEYS if path in LIVE_KEYS}
-
-
-def inactive() -> list[str]:
-    """Return the keys that do nothing in this version."""
-    return [path for path in KEYS if path not in LIVE_KEYS]
-
-
-def inactive_sections() -> list[str]:
-    """Return the same keys, with the name of a section where all of it does nothing."""
-    partly = {path.partition(".")[0] for path in LIVE_KEYS}
-    names = (path if path.partition(".")[0] in partly else path.partition(".")[0] for path in inactive())
-    return list(dict.fromkeys(names))
+    """Return a sentence for every key, in the contract's order; without a device the keys' own texts."""
+    return {path: _effect(path, device) for path in KEYS}
 
 
 def _effect(path: str, device: Device | None) -> str:

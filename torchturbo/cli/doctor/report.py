@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torchturbo
 from torchturbo.cli.doctor.device import Device, current_device
 from torchturbo.cli.doctor.environment import Finding, findings
-from torchturbo.cli.doctor.keys import effects, inactive, inactive_sections
+from torchturbo.cli.doctor.keys import effects
 from torchturbo.cli.doctor.packages import Package, packages
 from torchturbo.cli.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint, width
 from torchturbo.errors import printable
@@ -34,7 +34,6 @@ class Report(NamedTuple):
     device: Device | None
     """None where torch is missing or can't be used."""
     keys: dict[str, str]
-    inactive: list[str]
     plugins: list[str]
     missing: dict[str, str]
     """Commands, and what each brings."""
@@ -60,7 +59,7 @@ def examine() -> Report:
     problems = sorted([*problems, *findings(device)], key=lambda problem: problem.severity)  # errors first
     plugins = [f"{point.name} ({point.value})" for point in entry_points(group=GROUP)]
     missing = _missing(found, device)
-    return Report(found, device, effects(device), inactive(), sorted(plugins), missing, problems)
+    return Report(found, device, effects(device), sorted(plugins), missing, problems)
 
 
 def _package_problems(found: Iterable[Package]) -> Iterator[Finding]:
@@ -102,7 +101,6 @@ def as_json(report: Report) -> str:
         "packages": [item._asdict() | {"usable": item.usable} for item in report.packages],
         "device": None,
         "keys": report.keys,
-        "inactive_keys": report.inactive,
         "plugins": report.plugins,
         "missing": [{"command": command, "brings": text} for command, text in report.missing.items()],
         "problems": [problem._asdict() for problem in report.problems],
@@ -183,9 +181,6 @@ def _operators(report: Report) -> str:
 
 def _keys(report: Report) -> str:
     rows = [_entry(path, text) for path, text in report.keys.items()]
-    if report.inactive:
-        text = f"not available in this version: {', '.join(inactive_sections())}"
-        rows += ["", paint(_wrapped(text, "  "), DIM)]
     return _section("what each key would do here", rows)
 
 
