@@ -8,10 +8,11 @@ like everything else; loading and exports translate their names by the heads' ow
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 NAME = "mtp"
 """Name of the child. It belongs to none of the parts that ``freeze_policy`` freezes."""
@@ -32,9 +33,21 @@ class ExtraHeads(nn.Module):
     """Names, below the heads, of the modules that a sharded model gathers and frees one by one, in the order in which
     they run. Each of them runs in every training forward, on every rank."""
 
+    copies: Mapping[str, str] = {}
+    """Tensors of the files that repeat a weight outside of the heads, such as the embeddings: the model's name of that
+    weight. They are the heads', too. Nothing is loaded from them; an export writes them where the checkpoint has them."""
+    beside: bool = False
+    """Whether exports keep the heads out of the model's own files and hand them to :meth:`export_beside`."""
+
     def owns(self, name: str) -> bool:
         """Return whether a tensor of a checkpoint belongs to the heads, by its name in the files."""
         return self.pattern is not None and self.pattern.match(name) is not None
+
+    def export_beside(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the heads into an exported model's folder, in files of their own; called on the first rank alone.
+
+        ``tensors`` are whole, on the CPU, and named as below the heads.
+        """
 
 
 def extra_heads(base: nn.Module) -> ExtraHeads | None:
