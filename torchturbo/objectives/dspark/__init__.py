@@ -1,0 +1,1 @@
+"""DSpark: a draft that proposes a block of tokens at once for speculative decoding, trained beside its target model."""
