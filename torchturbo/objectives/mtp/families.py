@@ -1,0 +1,113 @@
+"""Families with multi-token prediction: how many heads a model has, what its files call them, and what builds them.
+
+Add a family: one row of :data:`FAMILIES`. Heads in the layout of DeepSeek-V3 or of Qwen3-Next need nothing else; others
+name a builder of their own, which returns :class:`torchturbo.objectives.mtp.serial.SerialHeads`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchturbo.objectives.mtp.serial import SerialHeads
+    from torchturbo.objectives.planned import Planned, Stored
+
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names under which configurations say how many heads there are."""
+BUILD = "torchturbo.objectives.mtp.depths:build"
+
+
+class Family(NamedTuple):
+    """Models whose published checkpoints hold heads for multi-token prediction."""
+
+    name: str
+    model_type: str
+    """Transformers' name of the language model."""
+    place: str = "model.layers.{layer}."
+    """How the files' names of a head begin: ``{depth}`` counts heads from 0, ``{layer}`` goes on after the layers."""
+    build: str = BUILD
+    """``package.module:function`` of ``(base, family, heads, stored)`` that returns so many heads."""
+    unsaid: int = 0
+    """Heads of a model whose configuration names no number; 0 where they all do."""
+    sequence: str = ""
+    """Why its heads do not work under sequence parallelism; empty where they do."""
+    experts: str = ""
+    """Why they do not work under expert parallelism; empty where they do, or where the family has no experts."""
+    refused: str = ""
+    """Why its heads are not built at all; empty where they are."""
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("DeepSeek-V3 and R1", "deepseek_v3"),
+    Family("GLM-4.5 and 4.6", "glm4_moe"),
+)
+"""A row for each family; the support table in the documentation is made of it."""
+
+
+def find(base: Any, stored: Stored) -> Planned | None:
+    """Return the heads that a Transformers model is to get; None for a family that the table does not have."""
+    from torchturbo.objectives.planned import Planned
+
+    family = family_of(base.config)
+    if family is None:
+        return None
+    kind = f"multi-token prediction heads of {family.name}"
+    if family.refused:
+        return Planned(kind, obstacle=family.refused, remedy="train it without")
+    said, held = said_by(base.config), None if stored is None else held_by(family, base.config, stored)
+    heads = (held or 0) if said is None else said[1]
+    if said is None and held is None:
+        heads = family.unsaid
+    words = (
+        "its configuration names no number of them" if said is None else f"{said[0]} is {said[1]} in its config.json"
+    )
+    if held is not None and held < max(1, heads):
+        place = family.place.format(layer=_layers(base.config), depth=0)
+        found = f"hold {held}" if held else f"hold no tensor {place}*"
+        obstacle = f"{words}, and its files {found}"
+        return Planned(kind, obstacle=obstacle, remedy="use a checkpoint with the heads' weights")
+    if not heads:
+        return Planned(kind, obstacle=words, remedy="use a model that has some")
+    build = partial(_built, family, heads, stored)
+    return Planned(f"{heads} {kind}", build, sequence=family.sequence, experts=family.experts)
+
+
+def _built(family: Family, heads: int, stored: Stored, base: nn.Module) -> SerialHeads:
+    module, _, name = family.build.partition(":")
+    made: SerialHeads = getattr(import_module(module), name)(base, family, heads, stored)
+    return made
+
+
+def family_of(config: Any) -> Family | None:
+    """Return the family of a model's configuration; None where the table has none."""
+    known = {family.model_type: family for family in FAMILIES}
+    text = config.get_text_config(decoder=True)
+    return known.get(getattr(text, "model_type", "")) or known.get(getattr(config, "model_type", ""))
+
+
+def said_by(config: Any) -> tuple[str, int] | None:
+    """Return how many heads a configuration says there are, and under which name; None where it says nothing."""
+    for part in (config.get_text_config(decoder=True), config):
+        for name in COUNTS:
+            if isinstance(number := getattr(part, name, None), int):
+                return name, number
+    return None
+
+
+def held_by(family: Family, config: Any, stored: Stored) -> int:
+    """Return how many heads a model's files hold, by the names of their tensors."""
+    first, names = _layers(config), stored or ()
+    for depth in count():
+        if not any(name.startswith(family.place.format(layer=first + depth, depth=depth)) for name in names):
+            return depth
+    raise AssertionError
+
+
+def _layers(config: Any) -> int:
+    layers: int = config.get_text_config(decoder=True).num_hidden_layers
+    return layers
