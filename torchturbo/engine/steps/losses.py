@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
 METRICS = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss", "eval_loss"}
-    | {"num_input_tokens_seen", "tokens_per_second", "mfu", "mfu_causal", "hfu"}
+    | {"num_input_tokens_seen", "tokens_per_second", "mfu", "mfu_causal", "hfu", "moe_aux_loss", "moe_z_loss", "cap_loss"}
 )
-"""Names under which the Trainer and the engine's observers log."""
+"""Names under which the Trainer, the engine's observers and its objectives log."""
+NUMBERED = re.compile(r"mtp_\d+_loss|dspark_(loss|accept(ed)?_\w+|confidence_\w+)")
+"""Further names of metrics, one a depth or a position."""
 CHUNKED, CHUNK_SIZE = "loss_chunk.enabled", "loss_chunk.chunk_size"
 
 
@@ -55,7 +58,7 @@ def _name_problems(hooks: Hooks) -> list[Problem]:
             "", f"plugin {name_of(plugin)}", "its loss term would be logged over the metric of this name", "rename it"
         )
         for plugin in hooks.overriding("loss_term")
-        if name_of(plugin) in METRICS
+        if name_of(plugin) in METRICS or NUMBERED.fullmatch(name_of(plugin))
     ]
 
 
