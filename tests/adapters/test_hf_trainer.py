@@ -378,6 +378,17 @@ def test_an_own_loss_function_keeps_the_trainers_path(tmp_path: Path) -> None:
         assert made.turbo.context.normaliser is None
 
 
+@pytest.mark.parametrize(
+    "words_of_a_term", [["--tt_enable_mtp"], ["--tt_moe_aux_loss_coeff", "0.1"], ["--tt_moe_z_loss_coeff", "0.1"]]
+)
+def test_a_loss_outside_the_model_takes_no_objective(words_of_a_term: list[str], tmp_path: Path) -> None:
+    """Both places are told, where it would be left out in silence."""
+    words(*words_of_a_term)
+    for changes, given in (({}, {"compute_loss_func": len}), ({"label_smoothing_factor": 0.1}, {})):
+        with pytest.raises(ConfigError, match=f"takes no loss term, and {words_of_a_term[0]} asks for one"):
+            trainer(tmp_path, changes=changes, model=tiny.model("qwen3_moe"), **given)
+
+
 def test_evaluation_is_the_mean_over_tokens(tmp_path: Path) -> None:
     """What the plain model says of the same rows."""
     model, batch = tiny.model(), Collator(0)(list(rows(4)))

@@ -174,6 +174,9 @@ def test_keys_that_have_no_place_beside_a_switch(name: str, path: str, reason: s
         "loss_chunk.enabled": ["--tt_enable_chunk_loss"],
         "profiling": ["--tt_profiling"],
         "optimizer.name": ["--tt_optimizer", "muon"],
+        "mtp.enabled": ["--tt_enable_mtp"],
+        "moe.aux_loss_coeff": ["--tt_moe_aux_loss_coeff", "0.1"],
+        "moe.z_loss_coeff": ["--tt_moe_z_loss_coeff", "0.1"],
     }[path]
     flag = words[0]
     merged = merge_args(parse_torchturbo_args(words)[0], environ={})

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 PRECISION = "mixed_precision"
 DETERMINISM = "use_deterministic_algorithms"
 CHUNKED = "loss_chunk.enabled"
+TERMS = ("mtp.enabled", "moe.aux_loss_coeff", "moe.z_loss_coeff")
+"""Keys that add terms to the loss where they are on, or above 0."""
 CHECKPOINTING = "activation_checkpointing"
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """Transformers' newer and older name of the same switch; each has a twin that ends in ``_kwargs``."""
@@ -113,15 +115,25 @@ def compile_clash(config: EngineConfig, compiled: bool, *, typed: bool = False) 
 
 
 def term_clashes(
-    plugins: Sequence[Plugin], smoothing: float, own_loss: Any = None, *, typed: bool = False
+    config: EngineConfig, plugins: Sequence[Plugin], smoothing: float, own_loss: Any = None, *, typed: bool = False
 ) -> list[Problem]:
-    """Return a problem for each plugin with a loss term where the loss is made outside the model, and takes none."""
+    """Return a problem for each loss term, a plugin's or an objective's, where the loss is made outside the model."""
     outside = _loss_outside(smoothing, own_loss, typed)
     if outside is None:
         return []
+    where, what = outside
+    asked = [(path, config.origin(path).place) for path in TERMS if config.get(path)]
     return [
-        Problem(outside[0], f"plugin {name_of(plugin)}", f"{outside[1]} takes no loss term", "leave one of them out")
-        for plugin in Hooks(None, plugins).overriding("loss_term")
+        *(
+            Problem(where, f"plugin {name_of(plugin)}", f"{what} takes no loss term", "leave one of them out")
+            for plugin in Hooks(None, plugins).overriding("loss_term")
+        ),
+        *(
+            Problem(
+                where, path, f"{what} takes no loss term, and {place or path} asks for one", "leave one of them out"
+            )
+            for path, place in asked
+        ),
     ]
 
 

@@ -152,7 +152,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
         problems += wrong
         if clash := loss_clash(config, args.label_smoothing_factor) or compile_clash(config, args.torch_compile):
             problems.append(clash)
-        problems += term_clashes(hooks.plugins, args.label_smoothing_factor)
+        problems += term_clashes(config, hooks.plugins, args.label_smoothing_factor)
         problems += sequence_clashes(config, args, trainer=type(self)) + shard_clashes(said, context.sharded)
         if self.model is not None:
             problems += engine.problems(self.model) + weightless(self.model, self._weights)
@@ -219,7 +219,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
         context = self.turbo.context
         if self.compute_loss_func is not None or self.label_smoother is not None:
             clash = loss_clash(self.turbo.config, 0, self.compute_loss_func)
-            terms = term_clashes(context.hooks.plugins, 0, self.compute_loss_func)
+            terms = term_clashes(self.turbo.config, context.hooks.plugins, 0, self.compute_loss_func)
             parts = sequence_clashes(self.turbo.config, self.args, self.compute_loss_func)
             if problems := [*([clash] if clash else []), *terms, *parts]:
                 fail(problems)

@@ -173,7 +173,7 @@ def _check(
         if problem is not None:
             problems.append(problem)
     plugins, wrong = load_plugins(config, TurboTrainer.turbo_framework)
-    problems += wrong + term_clashes(plugins, training.label_smoothing_factor, typed=True)
+    problems += wrong + term_clashes(config, plugins, training.label_smoothing_factor, typed=True)
     if problems or isinstance(plan, list):
         raise ConfigError(problems)
     job = Job(config, model, data, training, runtime, plan, files=files, resume=resume, plugins=plugins)

@@ -114,6 +114,7 @@ AGAINST_KEYS: tuple[tuple[str, str, str], ...] = (
         (name, "loss_chunk.enabled", "it needs the logits, which a chunked loss never has as a whole")
         for name in OWN_LOSSES
     ),
+    *((name, path, "its loss takes no further term") for name in OWN_LOSSES for path in hf_arguments.TERMS),
     ("torch_compile", "loss_chunk.enabled", "torch.compile can't follow the logits of a chunked loss"),
     ("enable_torch_profiler", "profiling", "two profilers can't record one step"),
     *((name, "optimizer.name", "it is for another optimizer") for name in ("optim", "optim_args", "loraplus_lr_ratio")),
