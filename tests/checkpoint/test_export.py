@@ -259,7 +259,7 @@ def test_a_first_rank_that_cannot_write_ends_all(folders: dict[str, Path], name:
 
 def fail_to_convert(rank: int, folder: Path, out: Path) -> None:
     model, formats = sharded(folder)
-    convert, calls = hf_export.revert_weight_conversion, []
+    convert, calls = hf_export.in_checkpoint, []
 
     def later(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
         calls.append(next(iter(tensors.values())).is_meta)
@@ -267,7 +267,7 @@ def fail_to_convert(rank: int, folder: Path, out: Path) -> None:
             raise MemoryError("no memory")
         return convert(model, tensors)
 
-    hf_export.revert_weight_conversion = later
+    hf_export.in_checkpoint = later
     export(model, out, saved_dtypes=formats, max_shard_size="1GB")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,14 +30,15 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     dot_natural_key,
-    revert_weight_conversion,
 )
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from torchturbo.checkpoint.heads import copies, in_checkpoint, save_beside
 from torchturbo.checkpoint.recipes import state
 from torchturbo.engine.model import base_model
+from torchturbo.objectives.heads import extra_heads, is_of_heads
 from torchturbo.parallel.agree import from_first, is_first, together
 
 MAX_SHARD_SIZE = "5GB"
@@ -59,6 +60,10 @@ class _Plan:
     """The files that are complete after a group, by the group's number."""
     index: dict[str, Any] | None
     """What the index holds; None for a model in one file."""
+    copies: dict[str, list[str]]
+    """What is written a second time for extra heads: names in the checkpoint, by the model's."""
+    beside: list[str]
+    """The model's tensors that extra heads write into files of their own."""
 
 
 def export(
@@ -114,6 +119,20 @@ def _export(model: Any, folder: Path, saved_dtypes: Mapping[str, torch.dtype], m
                 writer.write(file)
     with together(WHAT):
         writer.finish()
+    _export_beside(model, folder, plan, tensors)
+
+
+def _export_beside(model: Any, folder: Path, plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Gather what extra heads keep beside the model, all of it on the first rank, and let them write it."""
+    if not plan.beside:
+        return
+    held: dict[str, torch.Tensor] = {}
+    for name in plan.beside:
+        gathered = _gathered(tensors[name], plan.formats[name])
+        held |= {name: gathered.cpu()} if is_first() else {}
+    with together(WHAT):
+        if is_first() and (heads := extra_heads(model)) is not None:
+            save_beside(heads, folder, held)
 
 
 def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: int | str) -> _Plan:
@@ -124,6 +143,9 @@ def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: i
         for name, tensor in tensors.items()
     }
     ignored = set(model._keys_to_ignore_on_save or ())
+    heads = extra_heads(model)
+    beside = [name for name in tensors if is_of_heads(name)] if heads is not None and heads.beside else []
+    ignored |= set(beside)
     outline = {
         name: torch.empty(tensor.shape, dtype=formats[name], device="meta")
         for name, tensor in tensors.items()
@@ -132,11 +154,12 @@ def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: i
     parameters = {name: one for name, one in outline.items() if isinstance(tensors[name], nn.Parameter)}
     doubled = parameters.keys() - remove_tied_weights_from_state_dict(dict(parameters), model).keys()
     outline = {name: one for name, one in outline.items() if name not in doubled}
-    groups = _groups(model, outline)
+    groups, doubles = _groups(model, outline), copies(model, outline)
     written: dict[str, torch.Tensor] = {}
     last: dict[str, int] = {}
     for number, group in enumerate(groups):
-        for name, tensor in revert_weight_conversion(model, {one: outline[one] for one in group}).items():
+        made = in_checkpoint(model, {one: outline[one] for one in group})
+        for name, tensor in (made | _doubled(outline, group, doubles)).items():
             written[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             last[name] = number
     split = split_torch_state_dict_into_shards(
@@ -149,24 +172,34 @@ def _plan(model: Any, saved_dtypes: Mapping[str, torch.dtype], max_shard_size: i
         finished.setdefault(max(last[name] for name in names), []).append(file)
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}
     index = {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
-    return _Plan(groups, formats, split.filename_to_tensors, finished, index)
+    return _Plan(groups, formats, split.filename_to_tensors, finished, index, doubles, beside)
+
+
+def _doubled(
+    tensors: Mapping[str, torch.Tensor], group: Iterable[str], doubles: Mapping[str, list[str]]
+) -> dict[str, torch.Tensor]:
+    """Return what of a group is written a second time, by its names in the checkpoint; no file holds a tensor twice."""
+    return {other: tensors[name].clone() for name in group for other in doubles.get(name, ())}
 
 
 def _groups(model: Any, names: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Return the model's tensors, those together that one conversion takes together on the way back."""
-    converters = [
-        entry.reverse_transform() for entry in model._weight_conversions[::-1] if isinstance(entry, WeightConverter)
-    ]
+    heads = extra_heads(model)
+    tables = {False: _reversed(model._weight_conversions), True: _reversed(heads.transforms if heads else ())}
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=dot_natural_key):
         key = name
-        for converter in converters:
+        for converter in tables[heads is not None and is_of_heads(name)]:
             renamed, pattern = converter.rename_source_key(name)
             if pattern is not None:
                 key = renamed
                 break
         groups.setdefault(key, []).append(name)
     return list(groups.values())
+
+
+def _reversed(transforms: Sequence[Any]) -> list[Any]:
+    return [entry.reverse_transform() for entry in transforms[::-1] if isinstance(entry, WeightConverter)]
 
 
 @contextmanager
@@ -218,7 +251,7 @@ class _Writer:
             return
         try:
             held = {name: tensor.cpu() for name, tensor in gathered.items()}
-            self.waiting |= revert_weight_conversion(self.model, held)
+            self.waiting |= in_checkpoint(self.model, held) | _doubled(held, held, self.plan.copies)
         except Exception as error:
             self.error = error
 

@@ -3,15 +3,16 @@
 Transformers keeps the experts of a layer fused in one tensor and most checkpoints keep them one by one; it renames,
 adds or drops a base model's prefix, and splits or joins projections. Its tables (``transformers.conversion_mapping``)
 say how, and ``transformers.core_model_loading.convert_and_load_state_dict_in_model`` is how ``from_pretrained`` applies
-them: the loop of :func:`find_recipes` is that one, on headers instead of tensors.
+them: the loop of :func:`find_recipes` is that one, on headers instead of tensors. Tensors that belong to a model's extra
+heads are converted by the heads' own table, as if the family had no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from torchturbo.checkpoint.slices import (
     Transposed,
     whole,
 )
+from torchturbo.objectives.heads import extra_heads, is_of_heads
 
 
 @dataclass
@@ -72,35 +74,59 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
 
 
+class _Table(NamedTuple):
+    """How some of a checkpoint's tensors become some of a model's."""
+
+    expected: Mapping[str, torch.Tensor]
+    """The tensors of the model that are made, by name."""
+    stored: Sequence[str]
+    """The tensors in the files that they are made of, by name."""
+    transforms: Sequence[Any]
+    prefix: str | None
+    """The base model's name inside the model, which a file's names may lack or have too much."""
+
+
 def find_recipes(model: nn.Module, stored: Mapping[str, Stored]) -> Recipes:
     """Return how a model's tensors are made from what some files hold; no tensor is read.
 
     ``model`` is a Transformers model on any device, sharded or not.
     """
     found = Recipes()
-    expected = state(model)
-    for first, group in _grouped(model, expected, stored, found.unexpected).items():
-        try:
-            found.sources.update(_sources(model, first, group, stored, expected[first].dtype))
-        except Exception as error:  # an operation's own errors are of any kind
-            found.failures[first] = f"{type(error).__name__}: {error}"
+    for table in _tables(model, stored):
+        for first, group in _grouped(table, found.unexpected).items():
+            try:
+                found.sources.update(_sources(model, first, group, stored, table.expected[first].dtype))
+            except Exception as error:  # an operation's own errors are of any kind
+                found.failures[first] = f"{type(error).__name__}: {error}"
     return found
 
 
-def _grouped(
-    model: Any, expected: dict[str, torch.Tensor], stored: Mapping[str, Stored], unexpected: list[str]
-) -> dict[str, _Group]:
+def _tables(model: nn.Module, stored: Mapping[str, Stored]) -> Iterator[_Table]:
+    """Yield the family's table, for all but what extra heads own, and the heads' own."""
+    names = sorted(stored, key=dot_natural_key)
+    expected, heads = state(model), extra_heads(model)
+    prefix: str = getattr(model, "base_model_prefix", "")
+    transforms: Sequence[Any] = get_model_conversion_mapping(model)
+    if heads is None:
+        yield _Table(expected, names, transforms, prefix)
+        return
+    inside = {name: tensor for name, tensor in expected.items() if is_of_heads(name)}
+    outside = {name: tensor for name, tensor in expected.items() if name not in inside}
+    yield _Table(outside, [name for name in names if not heads.owns(name)], transforms, prefix)
+    yield _Table(inside, [name for name in names if heads.owns(name)], heads.transforms, None)
+
+
+def _grouped(table: _Table, unexpected: list[str]) -> dict[str, _Group]:
     """Sort the file's tensors by the model's tensor that they go into, the first of several."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in table.transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table.transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    prefix = getattr(model, "base_model_prefix", "")
+    expected: Any = table.expected
     groups: dict[str, _Group] = {}
-    for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+    for name in table.stored:
+        target, pattern = rename_source_key(name, renamings, converters, table.prefix, expected)
         if target not in expected and name in expected:
-            target, pattern = rename_source_key(name, [], [], prefix, expected)
+            target, pattern = rename_source_key(name, [], [], table.prefix, expected)
         if target not in expected:
             unexpected.append(name)
             continue

@@ -8,7 +8,7 @@ device or in host memory. The values are those of ``from_pretrained`` in the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,13 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from torchturbo.checkpoint.heads import initialise, names_in_checkpoint
 from torchturbo.checkpoint.recipes import Recipes, find_recipes, state
 from torchturbo.checkpoint.slices import Reader, Source, Stored, fill, headers
 from torchturbo.engine.model import base_model
 from torchturbo.errors import ConfigError, Problem, some
 from torchturbo.logging import get_logger
+from torchturbo.objectives.heads import extra_heads, is_of_heads
 from torchturbo.observe.size import size
 from torchturbo.parallel.agree import together
 
@@ -32,6 +34,7 @@ SHOWN = 3
 """Names that an error lists before it counts."""
 COMPARED_ROWS = 4096
 """Rows of two tied matrices that are compared at once."""
+HEADS = "mtp.enabled"
 REMEDY = "use the whole model, as save_pretrained writes it"
 log = get_logger(__name__)
 
@@ -102,20 +105,54 @@ class WeightSource:
 
     def problems(self, model: nn.Module) -> list[Problem]:
         """Return what keeps these weights from being the model's, all at once; reads no tensor."""
-        base, problems = base_model(model), []
+        base = base_model(model)
         if base is not model and next(base.parameters()).is_meta:
             message = "can't be read into a model that got adapters while it had no weights"
             return [Problem(self.name, "", message, "read the weights with from_pretrained before it gets them")]
-        recipes, expected = self.recipes(base), state(base)
-        if missing := _missing(base, recipes):
+        heads = extra_heads(base)
+        problems = [] if heads is None else self.heads_problems(base)
+        recipes = self.recipes(base)
+        missing = [name for name in _missing(base, recipes) if heads is None or not is_of_heads(name)]
+        if missing:
             message = f"lacks {len(missing)} of the model's weights: {some(missing)}"
             problems.append(Problem(self.name, "", message, REMEDY))
-        for name, reason in sorted(recipes.failures.items())[:SHOWN]:
+        problems += self._unfit(base, lambda name: heads is None or not is_of_heads(name))
+        for name in sorted(name for name, stored in self.stored.items() if stored.dtype is None)[:SHOWN]:
+            problems.append(Problem(str(self.stored[name].file), "", f"holds {name} in a format that torch has not"))
+        return problems
+
+    def heads_problems(self, model: nn.Module) -> list[Problem]:
+        """Return what keeps these weights from being those of a model's extra heads; reads no tensor.
+
+        The heads are attached to the model, on any device. Those that may begin anew need not be in the files.
+        """
+        base: Any = base_model(model)
+        heads = extra_heads(base)
+        if heads is None:
+            return []
+        names = names_in_checkpoint(base, heads)
+        missing = [name for name in names if name not in self.stored]
+        if len(missing) == len(names):
+            if heads.made_new:
+                return []
+            message = f"holds no weights of the heads that its configuration speaks of, such as {_telling(names)}"
+            return [Problem(self.name, HEADS, message, f"use a checkpoint with them, or leave {HEADS} off")]
+        problems = []
+        if missing and any(is_of_heads(name) for name in _missing(base, self.recipes(base))):
+            message = f"lacks {len(missing)} of the {len(names)} weights of the extra heads: {some(missing)}"
+            problems.append(Problem(self.name, HEADS, message, f"use the whole checkpoint, or leave {HEADS} off"))
+        return problems + self._unfit(base, is_of_heads)
+
+    def _unfit(self, base: Any, which: Callable[[str], bool]) -> list[Problem]:
+        """Return which of some of a model's tensors the files hold in another shape, or in parts that do not fit."""
+        recipes, expected, problems = self.recipes(base), state(base), []
+        failures = sorted((name, reason) for name, reason in recipes.failures.items() if which(name))
+        for name, reason in failures[:SHOWN]:
             problems.append(Problem(self.name, "", f"can't be converted to the model's {name}: {reason}", REMEDY))
         wrong = {
             name: source.shape
             for name, source in recipes.sources.items()
-            if name in expected and source.shape != tuple(expected[name].shape)
+            if name in expected and which(name) and source.shape != tuple(expected[name].shape)
         }
         for name in sorted(wrong)[:SHOWN]:
             file = self.stored[recipes.sources[name].names[0]].file
@@ -124,8 +161,6 @@ class WeightSource:
                 f" (and {len(wrong) - SHOWN} more)" if len(wrong) > SHOWN and name == sorted(wrong)[SHOWN - 1] else ""
             )
             problems.append(Problem(str(file), "", message + more, "use the config.json that belongs to these weights"))
-        for name in sorted(name for name, stored in self.stored.items() if stored.dtype is None)[:SHOWN]:
-            problems.append(Problem(str(self.stored[name].file), "", f"holds {name} in a format that torch has not"))
         return problems
 
     def load(self, model: nn.Module, device: torch.device | None = None, *, offloaded: bool = False) -> Reader:
@@ -158,16 +193,53 @@ class WeightSource:
             if problems := self.problems(model):
                 raise ConfigError(problems)
             device = device or _device(base)
-            _materialise(base, torch.device("cpu") if offloaded else device, device)
-            reader = Reader(self.stored)
-            try:
-                self._fill(base, reader)
-            except (OSError, SafetensorError) as error:
-                raise ConfigError([Problem(self.name, "", f"can't be read: {error}")]) from error
-            finally:
-                reader.close()
-            _compute_buffers(base, self.recipes(base))
+            reader = self._read(base, base, torch.device("cpu") if offloaded else device, device)
         log.debug("%s: this rank read %s", self.name, size(reader.bytes_read))
+        return reader
+
+    def load_heads(self, model: nn.Module, device: torch.device | None = None) -> Reader:
+        """Fill the extra heads of a model that has its other weights; they may be on the meta device, or have memory.
+
+        In one process, or on each rank before the model is sharded: every rank reads all of them.
+
+        Parameters
+        ----------
+        model
+            A Transformers model with heads attached.
+        device
+            Where tensors on the meta device get their memory; None for where the model's own weights are.
+
+        Raises
+        ------
+        ConfigError
+            With everything that is wrong with the files.
+
+        """
+        base = base_model(model)
+        heads = extra_heads(base)
+        if problems := self.heads_problems(base):
+            raise ConfigError(problems)
+        assert heads is not None
+        device = device or next((one.device for one in base.parameters() if not one.is_meta), torch.device("cpu"))
+        return self._read(base, heads, device, device)
+
+    def _read(self, base: nn.Module, part: nn.Module, parameters: torch.device, buffers: torch.device) -> Reader:
+        """Give a model, or the extra heads in it, memory on the devices of parameters and buffers, and their values."""
+        heads, empty = extra_heads(base), {id(one) for one in part.parameters() if one.is_meta}
+        inside = [name for name, one in state(base).items() if id(one) in empty]
+        _materialise(part, parameters, buffers)
+        reader = Reader(self.stored)
+        try:
+            self._fill(base, reader, is_of_heads if part is heads else None)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError([Problem(self.name, "", f"can't be read: {error}")]) from error
+        finally:
+            reader.close()
+        if heads is not None:
+            heads.copies = {other: name for other, name in heads.copies.items() if other in self.stored}
+            unread = [name for name in inside if is_of_heads(name) and name not in self.recipes(base).sources]
+            initialise(base, heads, {id(base.get_parameter(name)) for name in unread})
+        _compute_buffers(base, self.recipes(base), part)
         return reader
 
     def tie(self, model: nn.Module) -> None:
@@ -193,10 +265,10 @@ class WeightSource:
                 tied.pop(target)
         reader.close()
 
-    def _fill(self, model: nn.Module, reader: Reader) -> None:
+    def _fill(self, model: nn.Module, reader: Reader, which: Callable[[str], bool] | None = None) -> None:
         sources, done = self.recipes(model).sources, set()
         for name, tensor in state(model).items():
-            if name in sources and id(tensor) not in done:
+            if name in sources and id(tensor) not in done and (which is None or which(name)):
                 fill(tensor, sources[name], reader)
                 done.add(id(tensor))
 
@@ -256,20 +328,21 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(model.get_submodule(owner), last, parameter)
 
 
-def _compute_buffers(model: Any, recipes: Recipes) -> None:
+def _compute_buffers(model: Any, recipes: Recipes, part: nn.Module) -> None:
     """Compute the buffers that no checkpoint holds, rotary frequencies above all, as ``from_pretrained`` does.
 
-    Transformers' initialisation skips what is marked as initialised, tensors and modules: all but these buffers is.
+    Transformers' initialisation skips what is marked as initialised, tensors and modules: all but these buffers is,
+    and all that is outside of a part of the model.
     """
-    kept = state(model)
+    kept, wanted = state(model), {id(module) for module in part.modules()}
     for tensor in kept.values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     for path, module in model.named_modules():
         computed = False
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{path}.{name}" if path else name
-            buffer._is_hf_initialized = full in recipes.sources
-            computed |= full not in recipes.sources
+            buffer._is_hf_initialized = full in recipes.sources or id(module) not in wanted
+            computed |= not buffer._is_hf_initialized
         module._is_hf_initialized = not computed
     model.initialize_weights()
 
@@ -292,3 +365,8 @@ def _stretches(
         first.fill(left, region, reader)
         second.fill(right, region, reader)
         yield left, right
+
+
+def _telling(names: list[str]) -> str:
+    """Return a name that only a head's tensor has: the shortest is that of its own projection or norm, as a rule."""
+    return min(names, key=lambda name: (name.count("."), len(name), name))

@@ -32,10 +32,11 @@ class ExtraHeads(nn.Module):
     units: tuple[str, ...] = ()
     """Names, below the heads, of the modules that a sharded model gathers and frees one by one, in the order in which
     they run. Each of them runs in every training forward, on every rank."""
-
     copies: Mapping[str, str] = {}
     """Tensors of the files that repeat a weight outside of the heads, such as the embeddings: the model's name of that
     weight. They are the heads', too. Nothing is loaded from them; an export writes them where the checkpoint has them."""
+    made_new: bool = False
+    """Whether heads that the files lack begin as their classes begin; else they are missed."""
     beside: bool = False
     """Whether exports keep the heads out of the model's own files and hand them to :meth:`export_beside`."""
 
@@ -54,6 +55,11 @@ def extra_heads(base: nn.Module) -> ExtraHeads | None:
     """Return a Transformers model's extra heads; None where it has none."""
     found = base._modules.get(NAME)
     return found if isinstance(found, ExtraHeads) else None
+
+
+def is_of_heads(name: str) -> bool:
+    """Return whether a tensor of a model with extra heads is theirs, by its name in the model."""
+    return name.startswith(f"{NAME}.")
 
 
 def attach(base: nn.Module, heads: ExtraHeads) -> None:

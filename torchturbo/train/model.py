@@ -6,6 +6,8 @@ import difflib
 import json
 import pickle
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torchturbo.checkpoint.damage import index_problem
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.errors import ConfigError, Problem, some
 from torchturbo.logging import get_logger
+from torchturbo.objectives.mtp.families import said_by
 from torchturbo.train.arguments import ModelArguments
 
 PLACE = "--model_name_or_path"
@@ -27,6 +30,8 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_em
 """Names of tables of learned positions in Transformers' models."""
 MOST_OFFSET = 2
 """Rows that OPT and its kin keep free at the start of their table."""
+IGNORED = "_keys_to_ignore_on_load_unexpected"
+"""A model class's patterns of names in checkpoints that it has no use for."""
 PATIENCE = 10
 """Seconds to wait for the Hub's first answer."""
 NO_NEAR = "give a local folder, or check the name and the network"
@@ -235,9 +240,10 @@ def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any
     if arguments.attn_implementation is not None:
         kwargs["attn_implementation"] = arguments.attn_implementation
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, trust_remote_code=arguments.trust_remote_code, output_loading_info=True, **kwargs
-        )
+        with _heads_expected(config):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, trust_remote_code=arguments.trust_remote_code, output_loading_info=True, **kwargs
+            )
     except ImportError as error:
         if arguments.attn_implementation is None:
             raise ConfigError([_hub_problem(PLACE, name, error)]) from error
@@ -261,6 +267,31 @@ def _from_pretrained(arguments: ModelArguments, config: Any, **more: Any) -> Any
         message = f"{name} lacks {len(missing)} of the model's weights: {some(missing)}"
         raise ConfigError([Problem(PLACE, "", message, "use the whole model, as save_pretrained writes it")])
     return model
+
+
+@contextmanager
+def _heads_expected(config: Any) -> Iterator[None]:
+    """Have Transformers pass over the weights of extra heads, of which it knows none for many a model, in this block.
+
+    It would print a table of them. The step "extra heads" reads them where they are wanted.
+    """
+    kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    said = said_by(config)
+    if kind is None or said is None:
+        yield
+        return
+    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+    further = "|".join(str(layers + at) for at in range(said[1])) or "$^"
+    before = kind.__dict__.get(IGNORED)
+    known = getattr(kind, IGNORED, None) or ()
+    setattr(kind, IGNORED, [*known, r"^mtp\.", rf"(^|\.)layers\.({further})\."])
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(kind, IGNORED)
+        else:
+            setattr(kind, IGNORED, before)
 
 
 def _required(arguments: ModelArguments) -> str:

@@ -1,0 +1,172 @@
+"""Extra heads in a checkpoint: their tensors' names there, values for those that no file holds, and saving them.
+
+A family's own conversion table knows nothing of tensors that Transformers leaves aside, and could mistake one for
+another. So what the heads own (:meth:`torchturbo.objectives.heads.ExtraHeads.owns`) is converted by the heads' table,
+and everything else by the family's, as if the heads were not there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from torchturbo.checkpoint.slices import Converted, Reader, fill
+from torchturbo.objectives.heads import NAME, ExtraHeads, extra_heads, is_of_heads
+from torchturbo.ops.replace import OURS, Attribute
+
+BELOW = f"{NAME}."
+
+
+def in_checkpoint(base: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return some of a model's tensors as its family's checkpoints hold them; what is converted together comes together.
+
+    Tensors may be on the meta device.
+    """
+    heads = extra_heads(base)
+    if heads is None:
+        return dict(revert_weight_conversion(base, dict(tensors)))
+    own = {name: tensor for name, tensor in tensors.items() if is_of_heads(name)}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in own}
+    made: dict[str, Tensor] = dict(revert_weight_conversion(base, rest)) if rest else {}
+    if own:
+        table: Any = SimpleNamespace(_weight_conversions=list(heads.transforms), config=base.config)
+        made |= revert_weight_conversion(table, own)
+    return made
+
+
+def names_in_checkpoint(base: nn.Module, heads: ExtraHeads) -> list[str]:
+    """Return what a checkpoint calls the heads' tensors, all of them, in order."""
+    outline = {
+        f"{BELOW}{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in heads.state_dict(keep_vars=True).items()
+    }
+    return sorted(in_checkpoint(base, outline))
+
+
+def copies(base: nn.Module, written: Collection[str]) -> dict[str, list[str]]:
+    """Return what an export writes a second time, for the heads: for some of the model's tensors the names of copies.
+
+    ``written`` are the names of the model's tensors that are written; a tied one is there under one of its names.
+    """
+    heads = extra_heads(base)
+    if heads is None or heads.beside or not heads.copies:
+        return {}
+    tensors = base.state_dict(keep_vars=True)
+    place = {id(tensors[name]): name for name in written}
+    found: dict[str, list[str]] = {}
+    for other, name in sorted(heads.copies.items()):
+        if (shared := place.get(id(tensors.get(name)))) is not None:
+            found.setdefault(shared, []).append(other)
+    return found
+
+
+# ---- values for what no file holds ----
+
+
+def initialise(base: Any, heads: nn.Module, only: Collection[int] | None = None) -> None:
+    """Give heads the values that their classes give new ones: the same ones on every mesh, and in every run.
+
+    Module by module a whole one is made in host memory, and each rank copies what it holds of it.
+
+    Parameters
+    ----------
+    base
+        The model that the heads belong to; its ``_init_weights`` knows how its family's modules begin.
+    heads
+        Its heads, sharded or not, with memory.
+    only
+        The ids of the parameters that get values; None for all.
+
+    Raises
+    ------
+    ValueError
+        If a module leaves some of its weights without a value.
+
+    """
+    reader = Reader({})
+    for path, module in heads.named_modules():
+        wanted = {name: one for name, one in _own(module) if only is None or id(one) in only}
+        if wanted:
+            made = _made(base, module, f"{NAME}.{path}")
+            for name, parameter in wanted.items():
+                fill(parameter, Converted(tuple(parameter.shape), (), _giving(made[name])), reader)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, one) for name, one in module._parameters.items() if one is not None)
+
+
+def _giving(tensor: Tensor) -> Callable[[Reader], Tensor]:
+    return lambda reader: tensor
+
+
+def _made(base: Any, module: nn.Module, path: str) -> dict[str, Tensor]:
+    """Return whole tensors for a module's own parameters, as its class begins with them; the module is left alone."""
+    new: Any = object.__new__(type(module))  # sharded classes have a __new__ of their own
+    new.__dict__ = dict(vars(module))
+    nothing = float("nan")
+    new._parameters = {name: nn.Parameter(torch.full(one.shape, nothing)) for name, one in _own(module)}
+    new._buffers, new._modules, new._is_hf_initialized = {}, dict(module._modules), False
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(zlib.crc32(path.encode()))
+        base._init_weights(new)
+        if _lacks_values(new) and hasattr(new, "reset_parameters"):
+            new.reset_parameters()
+    if name := _lacks_values(new):
+        raise ValueError(f"{type(module).__name__} does not say what {path}.{name} begins with")
+    return dict(new._parameters)
+
+
+def _lacks_values(module: nn.Module) -> str:
+    return next((name for name, one in _own(module) if one.isnan().any()), "")
+
+
+# ---- Transformers' own way of saving ----
+
+
+def _save_pretrained(
+    self: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    *args: Any,
+    save_original_format: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Stand in for ``save_pretrained`` of a model with extra heads: their tensors go by their names in checkpoints."""
+    heads, own = extra_heads(self), type(self).save_pretrained
+    tensors = self.state_dict() if state_dict is None else state_dict
+    if heads is None or not save_original_format:
+        own(self, save_directory, is_main_process, tensors, *args, save_original_format=save_original_format, **kwargs)
+        return
+    ignored = set(self._keys_to_ignore_on_save or ())
+    inside = {name: one for name, one in tensors.items() if is_of_heads(name)}
+    outside = {name: one for name, one in tensors.items() if name not in inside and name not in ignored}
+    outside = remove_tied_weights_from_state_dict(outside, self)
+    written = in_checkpoint(self, outside if heads.beside else outside | inside)
+    for name, others in copies(self, outside).items():
+        written |= {other: outside[name].clone() for other in others}
+    own(self, save_directory, is_main_process, written, *args, save_original_format=False, **kwargs)
+    if heads.beside and is_main_process:
+        save_beside(heads, Path(save_directory), inside)
+
+
+def save_beside(heads: ExtraHeads, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Let heads write what belongs beside a model, given their tensors by the model's names; for one process alone."""
+    heads.export_beside(folder, {name.removeprefix(BELOW): one.detach().cpu() for name, one in tensors.items()})
+
+
+OURS.add(_save_pretrained)
+
+
+def saves_heads(base: nn.Module) -> Attribute:
+    """Let a model's own ``save_pretrained`` write its extra heads, too; removing what is returned ends that."""
+    return Attribute(base, "save_pretrained", MethodType(_save_pretrained, base))
