@@ -11,8 +11,9 @@ confidence head. After the inference code in https://huggingface.co/deepseek-ai/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +22,27 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
     DeepseekV4HyperHead,
     DeepseekV4RMSNorm,
+    DeepseekV4RotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
 from torchturbo.objectives import deepseek_v4
+from torchturbo.objectives.dspark.backbone import Draft, DraftStates
+from torchturbo.objectives.dspark.confidence import ConfidenceHead
+from torchturbo.objectives.dspark.markov import MarkovHead
+from torchturbo.objectives.dspark.visibility import Visibility
+from torchturbo.objectives.planned import Planned, Stored
 
+FIELDS = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
+"""What a configuration says of the stages."""
 Rotary = tuple[Tensor, Tensor]
 
 
-@dataclass
-class Window:
+class Window(NamedTuple):
     """What every stage is told of the blocks of one forward."""
 
-    index: Tensor
-    """[B, A, W]: the positions before each anchor, of those that exist."""
+    places: Tensor
+    """[B, A, W]: index in its row of each token before an anchor; 0 where there is none."""
     visible: Tensor
     """[B, A, W]: which of them a block sees."""
     context: Rotary
@@ -43,7 +51,7 @@ class Window:
     """The same [B, A * K, D / 2] at the slots'."""
 
 
-class StageAttention(DeepseekV4Attention):
+class StageAttention(DeepseekV4Attention):  # type: ignore[misc]  # untyped there
     """V4's attention, for blocks of queries of which each sees a window of the context and itself.
 
     All queries of a block share their keys, so that those are gathered once a block: [B, A, W + K] of them instead of a
@@ -55,11 +63,13 @@ class StageAttention(DeepseekV4Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return what the slots [B, A * K, H] attend to in the context [B, S, H] and in their own block."""
         rows, tokens = hidden_states.shape[:2]
-        blocks, heads = window.index.shape[1], self.num_heads
+        blocks, heads = window.places.shape[1], self.num_heads
         cos, sin = window.blocks
         query = self.q_b_proj(self.q_a_norm(self.q_a_proj(hidden_states))).view(rows, tokens, heads, self.head_dim)
         query = apply_rotary_pos_emb(self.q_b_norm(query), cos, sin, unsqueeze_dim=2)
-        before = self._latent(context, window.context)[torch.arange(rows)[:, None, None], window.index]
+        before = self._latent(context, window.context)[
+            torch.arange(rows, device=window.places.device)[:, None, None], window.places
+        ]
         itself = self._latent(hidden_states, window.blocks).view(rows, blocks, -1, self.head_dim)
         latent = torch.cat((before, itself), 2)
         seen = torch.cat((window.visible, window.visible.new_ones(itself.shape[:3])), 2)
@@ -75,10 +85,11 @@ class StageAttention(DeepseekV4Attention):
 
     def _latent(self, states: Tensor, rotary: Rotary) -> Tensor:
         """Return the keys, which are the values, too, of states [B, T, H]: [B, T, D]."""
-        return apply_rotary_pos_emb(self.kv_norm(self.kv_proj(states)).unsqueeze(1), *rotary).squeeze(1)
+        turned: Tensor = apply_rotary_pos_emb(self.kv_norm(self.kv_proj(states)).unsqueeze(1), *rotary)
+        return turned.squeeze(1)
 
 
-class Stage(DeepseekV4DecoderLayer):
+class Stage(DeepseekV4DecoderLayer):  # type: ignore[misc]  # untyped there
     """One stage: V4's decoder block with :class:`StageAttention`."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -89,3 +100,106 @@ class Stage(DeepseekV4DecoderLayer):
         """Return the streams [B, A * K, hc, H] of the slots; both tensors come by position, for reentrant checkpointing."""
         left: Tensor = super().forward(slots, context=context, **kwargs)
         return left
+
+
+class DeepseekV4Draft(Draft):
+    """The stages of a DeepSeek-V4 model, and what stands before and behind them."""
+
+    pattern = deepseek_v4.PATTERN
+
+    def __init__(self, config: Any, stages: int, copies: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.copies = copies or {}
+        self.block_size, self.mask_token_id = config.dspark_block_size, config.dspark_noise_token_id
+        self.taps = tuple(config.dspark_target_layer_ids)
+        self.streams, self.window = config.hc_mult, config.sliding_window
+        size, rank = config.hidden_size, config.dspark_markov_rank
+        self.main_proj = nn.Linear(len(self.taps) * size, size, bias=False)
+        self.main_norm, self.norm = (
+            DeepseekV4RMSNorm(size, config.rms_norm_eps).to(torch.float32) for _ in ("before", "behind")
+        )
+        self.layers = deepseek_v4.blocks(Stage, config, stages)
+        self.hc_head = DeepseekV4HyperHead(config).to(torch.float32)
+        self.markov_head = MarkovHead(config.vocab_size, rank, size)
+        self.confidence_head = ConfidenceHead(size, rank, bias=False)
+        self.rotary_emb = DeepseekV4RotaryEmbedding(config)
+        last = stages - 1
+        ends = [("0.main_proj.", "main_proj."), ("0.main_norm.", "main_norm.")]
+        ends += [(f"{last}.{name}", name) for name in ("norm.", "hc_head_", "markov_head.", "confidence_head.")]
+        self.transforms = deepseek_v4.transforms(ends)
+        self.units = tuple(f"layers.{at}" for at in range(stages))
+
+    @property
+    def markov(self) -> MarkovHead:
+        """Return the head that biases a slot's logits by the token before."""
+        return self.markov_head
+
+    @property
+    def confidence(self) -> ConfidenceHead:
+        """Return the head that foretells whether a slot's token is accepted."""
+        return self.confidence_head
+
+    def features(self, states: Sequence[Tensor]) -> Tensor:
+        """Return the features [B, S, m*H] of the m tapped layers' outputs [B, S, hc, H]: the mean over their streams."""
+        return torch.cat([state.mean(2) for state in states], -1)
+
+    def forward(self, features: Tensor, embedded: Tensor, visibility: Visibility) -> DraftStates:
+        """Return the hidden states of all slots; the confidence head looks at the ones before the last norm."""
+        context = self.main_norm(self.main_proj(features))
+        slots = deepseek_v4.streams(embedded.flatten(1, 2), self.streams)
+        window = self._window(features, visibility)
+        for stage in self.layers:
+            slots = stage(slots, context, window=window)
+        joined = self.hc_head(slots)
+        return DraftStates(self.norm(joined).view_as(embedded), joined.view_as(embedded))
+
+    def _window(self, like: Tensor, visibility: Visibility) -> Window:
+        anchors, documents = visibility.anchors, visibility.documents
+        width = min(self.window, documents.shape[1])
+        places = anchors[..., None] + torch.arange(-width, 0, device=anchors.device)
+        exists, places = places >= 0, places.clamp(min=0)
+        same = documents.gather(1, places.flatten(1)).view_as(places) == documents.gather(1, anchors)[..., None]
+        rotary: Any = partial(self.rotary_emb, like, layer_type="main")
+        return Window(
+            places,
+            exists & same & visibility.keep[..., None],
+            rotary(position_ids=visibility.context_positions),
+            rotary(position_ids=visibility.positions.flatten(1)),
+        )
+
+
+def find(base: Any, stored: Stored) -> Planned | None:
+    """Return the stages that a DeepSeek-V4 model is to get; None for one whose configuration says nothing of DSpark.
+
+    How many there are stands in the names of its files, or else is the number of tapped layers.
+    ``num_nextn_predict_layers`` counts serial heads, and is 1 beside three stages.
+    """
+    config = base.config
+    lacking = [name for name in FIELDS if getattr(config, name, None) is None]
+    if config.model_type != deepseek_v4.MODEL_TYPE or len(lacking) == len(FIELDS):
+        return None
+    stages = len(config.dspark_target_layer_ids or ()) if stored is None else deepseek_v4.count(stored)
+    kind = f"{stages} DSpark stages of DeepSeek-V4" if stages else "DSpark stages of DeepSeek-V4"
+    if obstacle := _obstacle(config, lacking, stages, stored):
+        return Planned(kind, obstacle=obstacle[0], remedy=obstacle[1])
+    return Planned(kind, partial(_built, stages, stored))
+
+
+def _built(stages: int, stored: Stored, base: Any) -> DeepseekV4Draft:
+    return DeepseekV4Draft(base.config, stages, deepseek_v4.copies(base, stored or ()))
+
+
+def _obstacle(config: Any, lacking: list[str], stages: int, stored: Stored) -> tuple[str, str] | None:
+    """Return what keeps a model from having the stages, and what to do."""
+    whole = "use a checkpoint that has them"
+    if (other := deepseek_v4.other_architecture(config, stages, stored)) is not None:
+        return other, "train it without, or use a DeepSeek-V4 checkpoint"
+    if lacking:
+        return f"its config.json says nothing of {', '.join(lacking)}", "write it there"
+    taps, layers = list(config.dspark_target_layer_ids), config.num_hidden_layers
+    if taps != sorted(set(taps)) or not taps or taps[0] < 0 or taps[-1] >= layers:
+        return (
+            f"dspark_target_layer_ids is {taps}, expected ascending numbers from 0 to {layers - 1}",
+            "mend config.json",
+        )
+    return None if stages else ("its files hold no tensor mtp.0.*", whole)

@@ -25,7 +25,7 @@ from torchturbo.objectives.mtp.serial import SerialHeads
 from torchturbo.objectives.taps import Call
 
 
-class Depth(DeepseekV4DecoderLayer):
+class Depth(DeepseekV4DecoderLayer):  # type: ignore[misc]  # untyped there
     """One head: a decoder block between what mixes the next embedding in and what joins the streams."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -50,8 +50,9 @@ class DeepseekV4Heads(SerialHeads):
 
     pattern = deepseek_v4.PATTERN
 
-    def __init__(self, config: Any, depths: int) -> None:
+    def __init__(self, config: Any, depths: int, copies: Mapping[str, str] | None = None) -> None:
         super().__init__()
+        self.copies = copies or {}
         self.depths = depths
         self.layers = deepseek_v4.blocks(Depth, config, depths)
         self.transforms = deepseek_v4.transforms()
@@ -76,4 +77,4 @@ class DeepseekV4Heads(SerialHeads):
 
 def build(base: Any, family: Any, heads: int, stored: Any) -> DeepseekV4Heads:
     """Return so many heads for a DeepSeek-V4 model, without weights of their own yet."""
-    return DeepseekV4Heads(base.config, heads)
+    return DeepseekV4Heads(base.config, heads, deepseek_v4.copies(base, stored or ()))

@@ -44,6 +44,13 @@ class Family(NamedTuple):
 
 FAMILIES: tuple[Family, ...] = (
     Family("DeepSeek-V3 and R1", "deepseek_v3"),
+    Family(
+        "DeepSeek-V4",
+        "deepseek_v4",
+        place="mtp.{depth}.",
+        build="torchturbo.objectives.mtp.deepseek_v4:build",
+        sequence="the model's compressors choose among the tokens of a part of the sequence only",
+    ),
     Family("GLM-4.5 and 4.6", "glm4_moe"),
 )
 """A row for each family; the support table in the documentation is made of it."""
