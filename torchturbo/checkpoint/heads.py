@@ -113,8 +113,11 @@ def _made(base: Any, module: nn.Module, path: str) -> dict[str, Tensor]:
     new: Any = object.__new__(type(module))  # sharded classes have a __new__ of their own
     new.__dict__ = dict(vars(module))
     nothing = float("nan")
-    new._parameters = {name: nn.Parameter(torch.full(one.shape, nothing)) for name, one in _own(module)}
-    new._buffers, new._modules, new._is_hf_initialized = {}, dict(module._modules), False
+    new._parameters = {**module._parameters} | {
+        name: nn.Parameter(torch.full(one.shape, nothing)) for name, one in _own(module)
+    }
+    new._buffers = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in module.named_buffers(recurse=False)}
+    new._modules, new._is_hf_initialized = dict(module._modules), False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(zlib.crc32(path.encode()))
         base._init_weights(new)
@@ -122,7 +125,7 @@ def _made(base: Any, module: nn.Module, path: str) -> dict[str, Tensor]:
             new.reset_parameters()
     if name := _lacks_values(new):
         raise ValueError(f"{type(module).__name__} does not say what {path}.{name} begins with")
-    return dict(new._parameters)
+    return dict(_own(new))
 
 
 def _lacks_values(module: nn.Module) -> str:

@@ -2,25 +2,177 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from torchturbo.errors import Problem
+from torchturbo.checkpoint.heads import initialise, saves_heads
+from torchturbo.checkpoint.weights import WeightSource
+from torchturbo.engine.model import base_model
+from torchturbo.errors import Problem, fail
+from torchturbo.logging import get_logger
+from torchturbo.objectives.heads import ExtraHeads, attach, detach
+from torchturbo.objectives.mtp.families import COUNTS
+from torchturbo.objectives.planned import Planned
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
+    from torchturbo.ops.replace import Handle
+
+KEY, SP_SIZE, EP_SIZE = "mtp.enabled", "parallel_plan.sp_size", "parallel_plan.ep_size"
+FINDERS = ("torchturbo.objectives.mtp.families:find",)
+"""What looks for heads that a model can have, one objective after the other: the first that finds some has the say."""
+log = get_logger(__name__)
+
+
+@dataclass
+class Changes:
+    """What the step did to a model."""
+
+    numbers: list[tuple[Any, str, int]] = field(default_factory=list)
+    """Configurations of the model, and how many heads they said that it has."""
+    saving: Handle | None = None
+
+
+CHANGES: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
+KEPT: WeakKeyDictionary[nn.Module, ExtraHeads] = WeakKeyDictionary()
+"""The heads of each model that has been prepared with some: a later engine goes on training them."""
 
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
-    """Return what is wrong."""
-    return []
+    """Return what keeps a model from getting the heads that are asked for; reads the headers of its files."""
+    if not config.mtp.enabled:
+        return []
+    base: Any = base_model(model)
+    place = config.origin(KEY).place
+    if base is not model or getattr(base, "_hf_peft_config_loaded", False):
+        message = "adapters are saved without the model, and the heads would be lost"
+        return [Problem(place, KEY, message, "train the whole model, or set it to false")]
+    if base in KEPT:
+        return []
+    if isinstance(model, FSDPModule):
+        message = f"this {type(model).__name__} was sharded without extra heads"
+        return [Problem(place, KEY, message, "make the model anew")]
+    planned = _planned(base, _stored(base, context))
+    if planned.build is None:
+        message = f"{type(base).__name__} ({base.config.model_type}) has no {planned.kind}: {planned.obstacle}"
+        return [Problem(place, KEY, message, f"{planned.remedy}, or set it to false")]
+    problems = []
+    for path, reason in ((SP_SIZE, planned.sequence), (EP_SIZE, planned.experts)):
+        if reason and config.get(path) != 1:
+            message = f"the {planned.kind} do not work with it: {reason}"
+            problems.append(Problem(config.origin(path).place, path, message, f"set it to 1, or {KEY} to false"))
+    return problems
+
+
+def _planned(base: Any, stored: frozenset[str] | None) -> Planned:
+    for finder in FINDERS:
+        module, _, name = finder.partition(":")
+        found: Planned | None = getattr(import_module(module), name)(base, stored)
+        if found is not None:
+            return found
+    return Planned("extra heads", obstacle="none are known for this kind of model", remedy="use one that has some")
+
+
+def _source(base: Any, context: Context) -> WeightSource | None:
+    """Return the files that a model's weights are from; None for one that was made from a configuration alone."""
+    if context.weights is not None:
+        return context.weights
+    if not hasattr(base, "_weight_conversions"):  # set by from_pretrained
+        return None
+    return WeightSource.find(base.config._name_or_path, revision=getattr(base.config, "_commit_hash", None))
+
+
+def _stored(base: Any, context: Context) -> frozenset[str] | None:
+    source = _source(base, context)
+    return None if source is None else frozenset(source.stored)
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
-    """Install it."""
+    """Build a model's heads, as new members of it; without them its configuration says so, in exports too."""
+    base: Any = base_model(model)
+    changes = CHANGES[base] = Changes()
+    if not config.mtp.enabled:
+        changes.numbers = _say_none(base)
+        return
+    if problems := check(model, config, context):
+        fail(problems)
+    if base in KEPT:
+        attach(base, KEPT[base])
+    else:
+        _build(base, context)
+    changes.saving = saves_heads(base)
+
+
+def _say_none(base: Any) -> list[tuple[Any, str, int]]:
+    """Let the model's configurations say that it has no heads, and return what they said."""
+    said = []
+    for part in (base.config.get_text_config(decoder=True), base.config):
+        for name in COUNTS:
+            number = getattr(part, name, None)
+            if isinstance(number, int) and number > 0:
+                said.append((part, name, number))
+                setattr(part, name, 0)
+    return said
+
+
+def _build(base: Any, context: Context) -> None:
+    """Build the heads and give them their weights, unless those come with the model's own after sharding."""
+    source = _source(base, context)
+    planned = _planned(base, None if source is None else frozenset(source.stored))
+    assert planned.build is not None
+    empty = any(parameter.is_meta for parameter in base.parameters())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(base.dtype)
+    try:
+        with torch.device(base.device if source is None else "meta"):
+            heads = planned.build(base)
+    finally:
+        torch.set_default_dtype(before)
+    _keep_formats(base, heads)
+    attach(base, heads.train(base.training))
+    KEPT[base] = heads
+    count = sum(parameter.numel() for parameter in heads.parameters())
+    log.info_rank0("extra heads: %s (%s parameters)", planned.kind, f"{count:,}")
+    if source is None and not empty:
+        initialise(base, heads)
+        log.info_rank0("the model is from no checkpoint: its extra heads begin with random weights")
+    elif source is not None and not empty:
+        source.load_heads(base)
+
+
+def _keep_formats(base: nn.Module, heads: nn.Module) -> None:
+    """Give tensors the number format that the model's tensors of the same name have, where that is not the model's own.
+
+    A router's bias is fp32 in a bf16 model.
+    """
+    formats: dict[str, set[torch.dtype]] = {}
+    for name, tensor in (*base.named_parameters(), *base.named_buffers()):
+        formats.setdefault(_last(name), set()).add(tensor.dtype)
+    for name, tensor in (*heads.named_parameters(), *heads.named_buffers()):
+        known = formats.get(_last(name), set())
+        if tensor.is_floating_point() and len(known) == 1:
+            tensor.data = tensor.data.to(next(iter(known)))
+
+
+def _last(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def undo(model: nn.Module) -> None:
-    """Take it out again."""
+    """Take the heads out of a model, and let its configuration say again how many it has."""
+    base = base_model(model)
+    changes = CHANGES.pop(base, None)
+    if changes is None:
+        return
+    for part, name, number in changes.numbers:
+        setattr(part, name, number)
+    if changes.saving is not None:
+        changes.saving.remove()
+    detach(base)

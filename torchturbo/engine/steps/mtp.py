@@ -2,25 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from torchturbo.engine.model import base_model
+from torchturbo.engine.steps.losses import computes_causal_cross_entropy
 from torchturbo.errors import Problem
+from torchturbo.generated.keys import KEYS
+from torchturbo.logging import get_logger
+from torchturbo.objectives.heads import extra_heads
+from torchturbo.objectives.mtp.objective import MultiTokenPrediction, metric
+from torchturbo.objectives.mtp.serial import SerialHeads
+from torchturbo.objectives.taps import Taps
+from torchturbo.plugins.contract import Plugin
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
+    from torchturbo.plugins.contract import Run
+
+ENABLED, WEIGHT = "mtp.enabled", "mtp.loss_scaling_factor"
+log = get_logger(__name__)
+
+
+@dataclass
+class Changes:
+    """What the step did to a model; it keeps neither the model nor its parameters alive."""
+
+    taps: Taps
+    frozen: list[ref[nn.Parameter]] = field(default_factory=list)
+
+
+CHANGES: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
+
+
+class LossLog(Plugin):
+    """An observer that writes the losses of all depths into the log, as often as the run logs."""
+
+    def log(self, metrics: dict[str, float], run: Run) -> None:
+        """Write them in one line."""
+        names = [name for depth in range(1, len(metrics) + 1) if (name := metric(depth)) in metrics]
+        if names:
+            log.info_rank0("step %d: %s", run.step, ", ".join(f"{name} {metrics[name]:.4f}" for name in names))
 
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
-    """Return what is wrong."""
-    return []
+    """Return a problem where the model's loss has no place for those of its heads."""
+    base = base_model(model)
+    if not config.mtp.enabled or computes_causal_cross_entropy(base):
+        return []
+    message = f"{type(base).__name__} computes a loss of its own, which takes no further term"
+    return [Problem(config.origin(ENABLED).place, ENABLED, message, "use a causal language model, or set it to false")]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
-    """Install it."""
+    """Add a loss term for each depth; with a weight of 0 the heads run and their losses are logged, and that is all.
+
+    Their parameters are then out of training: gradients of zero would still let an optimizer's weight decay and
+    momentum move them.
+    """
+    base = base_model(model)
+    heads = extra_heads(base)
+    if not config.mtp.enabled or not isinstance(heads, SerialHeads) or context.normaliser is None:
+        return
+    given = config.mtp.loss_scaling_factor
+    weight: float = KEYS[WEIGHT].default if given is None else given
+    objective = MultiTokenPrediction(model, base, heads)
+    context.normaliser.terms += objective.terms(weight)
+    changes = CHANGES[base] = Changes(objective.taps)
+    if weight == 0:
+        changes.frozen = [ref(parameter) for parameter in heads.parameters() if parameter.requires_grad]
+        heads.requires_grad_(False)
+    if config.mtp.log_loss and not any(isinstance(plugin, LossLog) for plugin in context.hooks.plugins):
+        context.hooks.plugins += (LossLog(),)
+    log.info_rank0("multi-token prediction: %d depths, weight %g", heads.depths, weight)
 
 
 def undo(model: nn.Module) -> None:
-    """Take it out again."""
+    """Take the taps out of a model, and let heads be trained again that the step took out of training."""
+    changes = CHANGES.pop(base_model(model), None)
+    if changes is None:
+        return
+    changes.taps.remove()
+    for reference in changes.frozen:
+        if (parameter := reference()) is not None:
+            parameter.requires_grad_(True)
