@@ -29,6 +29,7 @@ from torchturbo.adapters.hf_arguments import (
 )
 from torchturbo.adapters.hf_checkpoints import CheckpointMixin
 from torchturbo.adapters.hf_data import DataMixin, sequence_clashes
+from torchturbo.adapters.hf_diffusion import DiffusionMixin
 from torchturbo.adapters.hf_distributed import DistributedMixin
 from torchturbo.adapters.hf_optimizer import OptimizerMixin, shard_clashes
 from torchturbo.adapters.hf_places import LoopCallback, PlacesMixin
@@ -42,6 +43,7 @@ from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.shard_check import weightless
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
+from torchturbo.objectives.diffusion.noise import EVALUATION
 from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.plugins.contract import Plugin, Run
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, CheckpointMixin):
+class TurboMixin(PlacesMixin, OptimizerMixin, DiffusionMixin, DataMixin, DistributedMixin, CheckpointMixin):
     """Puts the engine under the Trainer class that follows it in the method order.
 
     Parameters, beside those of that class
@@ -108,6 +110,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
         try:
             super().__init__(*args, **kwargs)
             self._settle_loss_owner()
+            self._settle_diffusion()
         except BaseException as error:  # a run that can't be set up is over for its plugins too
             if hasattr(self, "turbo"):
                 self.turbo.context.hooks.give_up(error)
@@ -230,6 +233,7 @@ class TurboMixin(PlacesMixin, OptimizerMixin, DataMixin, DistributedMixin, Check
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | int | None:
         normaliser = self.turbo.context.normaliser
         begins = self._step_begins  # an evaluation counts too, and is no step
+        self._mask_blocks(batch_samples, self.state.global_step if begins else EVALUATION)
         self._tell_step_begins(batch_samples)
         if normaliser is None:
             return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc, no-any-return]

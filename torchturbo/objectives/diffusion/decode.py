@@ -1,0 +1,136 @@
+"""Decoding: an answer is written block by block, each by unmasking, step by step, what the model is surest of.
+
+As LLaDA2.0 decodes by its report: a block begins as masks behind the text so far; each forward predicts all of them;
+those with a probability above a threshold are kept, and at least as many of the likeliest as fill the block in its
+steps. Without a cache, so each forward is the one of training: a block sees the finished text before it and itself. For
+evaluation and for trying a model out, not for serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchturbo.engine.model import base_model
+from torchturbo.objectives.diffusion.mask import KINDS, attention_mask, prefix_rule
+from torchturbo.objectives.diffusion.models import mask_token, rounded_up
+from torchturbo.objectives.diffusion.objective import attention_of
+
+
+@torch.no_grad()
+def decode(
+    model: nn.Module,
+    prompt: Tensor | Sequence[int],
+    *,
+    block_size: int,
+    max_new_tokens: int,
+    steps: int | None = None,
+    threshold: float = 0.95,
+    mask_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> list[int]:
+    """Return the tokens with which a diffusion model answers a prompt, without what ends the answer.
+
+    Parameters
+    ----------
+    model
+        A diffusion model, prepared by an engine or not; it is put into evaluation mode for the time.
+    prompt
+        Token ids [P].
+    block_size
+        Tokens of a block, as in training.
+    max_new_tokens
+        The longest answer.
+    steps
+        Forwards of a block at most; None is one for each of its tokens, the most exact.
+    threshold
+        Probability above which all tokens are kept at once; 1 or more keeps to the steps.
+    mask_token_id
+        The token that stands for a hidden one; None asks the model's configuration.
+    eos_token_id
+        What ends an answer; None asks the model's configuration.
+
+    Raises
+    ------
+    ValueError
+        There is no mask token, a number is below 1, or the model's attention can't express the mask.
+
+    """
+    base: Any = base_model(model)
+    hidden = mask_token(base.config) if mask_token_id is None else mask_token_id
+    ends = _ends(base.config if eos_token_id is None else eos_token_id)
+    kind = attention_of(base)
+    if hidden is None or block_size < 1 or max_new_tokens < 1 or (steps is not None and steps < 1):
+        raise ValueError(
+            "expected a mask token, and block_size, max_new_tokens and steps of at least 1; got"
+            f" {hidden}, {block_size}, {max_new_tokens} and {steps}"
+        )
+    if kind not in KINDS:
+        raise ValueError(
+            f"the attention {kind} can't express the mask of block diffusion; use one of {', '.join(KINDS)}"
+        )
+    weight = base.get_input_embeddings().weight
+    given = torch.as_tensor(prompt, dtype=torch.int64, device=weight.device).flatten()
+    start, length = len(given), rounded_up(len(given) + max_new_tokens, block_size)
+    text = torch.cat((given, given.new_full((length - start,), hidden)))
+    open_places = torch.arange(length, device=text.device) >= start
+    was_training = model.training
+    model.eval()
+    try:
+        for end in range(start // block_size * block_size + block_size, length + 1, block_size):
+            _fill_block(model, text[:end], open_places[:end], block_size, steps, threshold, hidden)
+            if ends & set(text[start:end].tolist()):
+                break
+    finally:
+        model.train(was_training)
+    answer = text[start : min(end, start + max_new_tokens)].tolist()
+    stop = next((at for at, token in enumerate(answer) if token in ends), len(answer))
+    return answer[:stop]
+
+
+def _fill_block(
+    model: nn.Module,
+    text: Tensor,
+    open_places: Tensor,
+    block_size: int,
+    steps: int | None,
+    threshold: float,
+    hidden: int,
+) -> None:
+    """Replace the masks in the last block of a text [S], in place; ``open_places`` [S] says where they are, and changes."""
+    left = int(open_places[-block_size:].sum())
+    most = -(-left // (steps or left))  # tokens that a step must keep, so that the last one finds none
+    while left:
+        logits = _logits(model, text, block_size)
+        logits[:, hidden] = -torch.inf  # a mask is no text
+        confidence, tokens = torch.softmax(logits, -1).max(-1)
+        confidence = confidence.masked_fill(~open_places[-block_size:], -1.0)
+        surest = confidence.topk(min(most, left)).indices
+        kept = confidence > threshold
+        kept[surest] = True
+        at = kept.nonzero().flatten() + len(text) - block_size
+        text[at] = tokens[kept]
+        open_places[at] = False
+        left = int(open_places[-block_size:].sum())
+
+
+def _logits(model: nn.Module, text: Tensor, block_size: int) -> Tensor:
+    """Return the logits [block_size, V] of the last block of a text [S], in float32."""
+    base: Any = base_model(model)
+    device_type, dtype = text.device.type, base.get_input_embeddings().weight.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    mask = attention_mask(attention_of(base), prefix_rule(block_size), 1, len(text), dtype, text.device)
+    positions = torch.arange(len(text), device=text.device)[None]
+    output: Any = model(input_ids=text[None], attention_mask=mask, position_ids=positions)
+    logits: Tensor = output.logits[0, -block_size:].float()
+    return logits
+
+
+def _ends(given: Any) -> set[int]:
+    """Return the tokens that end an answer: numbers, or those of a configuration."""
+    value = getattr(given, "eos_token_id", None) if hasattr(given, "to_dict") else given
+    return set() if value is None else {value} if isinstance(value, int) else set(value)
