@@ -18,6 +18,12 @@ LATENT = FEW | {
     "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
 INDEXED = LATENT | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8, "n_group": 1}
+STREAMED = FEW | {
+    "head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_topk": 2, "index_n_heads": 2,
+    "index_head_dim": 8, "hc_mult": 2, "hc_sinkhorn_iters": 3, "sliding_window": 4, "num_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention"], "mlp_layer_types": ["hash_moe", "moe"],
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 LINEAR = FEW | {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 24,
@@ -34,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
     "deepseek_v32": INDEXED,
+    "deepseek_v4": STREAMED,
     "dots1": FEW,
     "ernie4_5_moe": {"moe_num_experts": E, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
                      "moe_num_shared_experts": 1},
@@ -76,6 +83,8 @@ def build(kind: str = "qwen3_moe", **changes: Any) -> Any:
             if tensor.is_floating_point() and (not tensor.any() or ("weight" in name and "gate." in name)):
                 spread = 0.3 if tensor.dim() > 1 else 0.05
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * spread)
+            elif name.endswith("tid2eid"):  # a table from tokens to experts
+                tensor.copy_(torch.rand(len(tensor), E, generator=generator).argsort(1)[:, : tensor.shape[1]])
     model.config.use_cache = False
     if kind == "phimoe":  # its router draws lots while it trains
         for module in model.modules():

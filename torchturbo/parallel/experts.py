@@ -40,6 +40,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("DeepSeek-V3 and R1", "deepseek_v3", "DeepseekV3Experts"),
     Family("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32Experts"),
     Family("DeepSeek-V4", "deepseek_v4", "DeepseekV4Experts"),
+    Family("DeepSeek-V4", "deepseek_v4", "DeepseekV4Experts"),
     Family("dots.llm1", "dots1", "Dots1Experts"),
     Family("ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeExperts"),
     Family("EXAONE MoE", "exaone_moe", "ExaoneMoeExperts"),
