@@ -7,6 +7,9 @@ from typing import Any
 import tiny
 import torch
 
+from torchturbo.models import register
+
+register()
 E = 8
 FEW = {
     "num_experts": E, "n_routed_experts": E, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1,
@@ -27,12 +30,6 @@ STREAMED = FEW | {
 LINEAR = FEW | {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 24,
-STREAMED = FEW | {
-    "head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "index_topk": 2, "index_n_heads": 2,
-    "index_head_dim": 8, "hc_mult": 2, "hc_sinkhorn_iters": 3, "sliding_window": 4, "num_key_value_heads": 1,
-    "layer_types": ["sliding_attention", "compressed_sparse_attention"], "mlp_layer_types": ["hash_moe", "moe"],
-    "partial_rotary_factor": 0.5,
-}  # fmt: skip
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "afmoe": FEW | {"num_shared_experts": 1},
@@ -44,7 +41,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "dots1": FEW,
     "ernie4_5_moe": {"moe_num_experts": E, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
                      "moe_num_shared_experts": 1},
-    "deepseek_v4": STREAMED,
     "exaone_moe": FEW | {"num_shared_experts": 1},
     "flex_olmo": FEW,
     "gemma4_text": FEW | {"top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 8,
@@ -59,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": E, "moe_topk": 2, "moe_intermediate_size": 24},
     "hy_v3": FEW | {"num_shared_experts": 1},
     "laguna": FEW | {"shared_expert_intermediate_size": 24},
+    "llada2_moe": FEW | {"n_group": 2, "num_shared_experts": 1},
     "mimo_v2_flash": FEW,
     "minimax": LOCAL,
     "minimax_m2": LOCAL,
@@ -89,8 +86,6 @@ def build(kind: str = "qwen3_moe", **changes: Any) -> Any:
     if kind == "phimoe":  # its router draws lots while it trains
         for module in model.modules():
             if type(module).__name__ == "PhimoeTopKRouter":
-            elif name.endswith("tid2eid"):  # a table from tokens to experts
-                tensor.copy_(torch.rand(len(tensor), E, generator=generator).argsort(1)[:, : tensor.shape[1]])
                 module.training = False
                 module.train = lambda mode=True: None
     return model

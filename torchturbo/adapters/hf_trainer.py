@@ -43,6 +43,7 @@ from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.shard_check import weightless
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
+from torchturbo.models import register
 from torchturbo.objectives.diffusion.noise import EVALUATION
 from torchturbo.objectives.normalise import IGNORE_INDEX, TokenMean
 from torchturbo.parallel.batch import BatchPlan
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.runtime import Runtime
 
+register()
 log = get_logger(__name__)
 
 

@@ -117,11 +117,13 @@ def parts_of(model: Any) -> Parts | None:
     model_type = getattr(config, "model_type", "")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as REGISTERED
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     # The mapping also leads to multi-modal models; those have a configuration for each of their parts.
     alone = not getattr(config, "sub_configs", None)
-    return TEXT_ONLY if alone and (model_type in CAUSAL or type(model).__name__ in CAUSAL.values()) else None
+    known = model_type in CAUSAL or type(model).__name__ in CAUSAL.values() or type(config) in REGISTERED
+    return TEXT_ONLY if alone and known else None
 
 
 class Partition(NamedTuple):

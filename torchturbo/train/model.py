@@ -20,9 +20,11 @@ from torchturbo.checkpoint.damage import index_problem
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.errors import ConfigError, Problem, some
 from torchturbo.logging import get_logger
+from torchturbo.models import register
 from torchturbo.objectives.mtp.families import said_by
 from torchturbo.train.arguments import ModelArguments
 
+register()
 PLACE = "--model_name_or_path"
 log = get_logger(__name__)
 WEIGHTS = ("*.safetensors", "*.bin")
