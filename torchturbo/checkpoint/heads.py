@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from torchturbo.checkpoint.slices import Converted, Reader, fill
+from torchturbo.checkpoint.slices import Converted, Leaf, Reader, fill, headers
 from torchturbo.objectives.heads import NAME, ExtraHeads, extra_heads, is_of_heads
 from torchturbo.ops.replace import OURS, Attribute
 
@@ -72,7 +72,7 @@ def copies(base: nn.Module, written: Collection[str]) -> dict[str, list[str]]:
 
 
 def initialise(base: Any, heads: nn.Module, only: Collection[int] | None = None) -> None:
-    """Give heads the values that their classes give new ones: the same ones on every mesh, and in every run.
+    """Give heads the values in files of their own, or those that their classes give new ones: the same on every mesh.
 
     Module by module a whole one is made in host memory, and each rank copies what it holds of it.
 
@@ -91,13 +91,16 @@ def initialise(base: Any, heads: nn.Module, only: Collection[int] | None = None)
         If a module leaves some of its weights without a value.
 
     """
-    reader = Reader({})
+    reader = Reader(headers(getattr(heads, "files", ())))
     for path, module in heads.named_modules():
         wanted = {name: one for name, one in _own(module) if only is None or id(one) in only}
-        if wanted:
-            made = _made(base, module, f"{NAME}.{path}")
-            for name, parameter in wanted.items():
-                fill(parameter, Converted(tuple(parameter.shape), (), _giving(made[name])), reader)
+        kept = {name: f"{path}.{name}" for name in wanted if f"{path}.{name}" in reader.stored}
+        made = _made(base, module, f"{NAME}.{path}") if wanted.keys() - kept.keys() else {}
+        for name, parameter in wanted.items():
+            shape = tuple(parameter.shape)
+            source = Leaf(kept[name], shape) if name in kept else Converted(shape, (), _giving(made[name]))
+            fill(parameter, source, reader)
+    reader.close()
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

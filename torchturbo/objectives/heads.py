@@ -37,6 +37,8 @@ class ExtraHeads(nn.Module):
     weight. They are the heads', too. Nothing is loaded from them; an export writes them where the checkpoint has them."""
     made_new: bool = False
     """Whether heads that the files lack begin as their classes begin; else they are missed."""
+    files: Sequence[Path] = ()
+    """Safetensors files, beside the model's own, that the heads are read from, by their names below the heads."""
     beside: bool = False
     """Whether exports keep the heads out of the model's own files and hand them to :meth:`export_beside`."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchturbo.ops.replace import Handle
 
 KEY, SP_SIZE, EP_SIZE = "mtp.enabled", "parallel_plan.sp_size", "parallel_plan.ep_size"
-FINDERS = ("torchturbo.objectives.mtp.families:find",)
+FINDERS = ("torchturbo.objectives.dspark.layouts:find", "torchturbo.objectives.mtp.families:find")
 """What looks for heads that a model can have, one objective after the other: the first that finds some has the say."""
 log = get_logger(__name__)
 
@@ -167,7 +167,7 @@ def _last(name: str) -> str:
 
 def undo(model: nn.Module) -> None:
     """Take the heads out of a model, and let its configuration say again how many it has."""
-    base = base_model(model)
+    base: Any = base_model(model)
     changes = CHANGES.pop(base, None)
     if changes is None:
         return
