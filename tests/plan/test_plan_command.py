@@ -162,7 +162,7 @@ def test_everything_wrong_is_told_at_once(plan: Run, models: Path) -> None:
     Path("bad.jsonl").write_text('{"text": 3}\n')
     done = plan(
         "--world_size", 12, "--model", models / "dense", "--dataset", "bad.jsonl", "--fp16", "true", "--warmup_ratio", 1,
-        "--tt_sp_size", 3, "--tt_gbs", 7, "--report_to", "nobody", "--tt_cap_lambda", 1,
+        "--tt_sp_size", 3, "--tt_gbs", 7, "--report_to", "nobody", "--tt_enable_mtp", "true",
     )  # fmt: skip
     assert 2 == done.status
     for text in (
@@ -171,7 +171,7 @@ def test_everything_wrong_is_told_at_once(plan: Run, models: Path) -> None:
         "--report_to",
         "gbs: accumulation",
         "attention heads",
-        "diffusion.cap_lambda",
+        "mtp.enabled",
     ):
         assert any(text in error for error in done.errors), done.out
     assert len(set(done.errors)) == len(done.errors)

@@ -47,6 +47,7 @@ NEVER_ALLOWED = (
     "optim",
     "optim_args",
     "optimizer.name",
+    "mtp.enabled",
     "freeze_policy.vision_tower",
     "freeze_policy.multi_modal_projector",
     "freeze_policy.language_model",

@@ -217,14 +217,15 @@ def _thin_out(model: nn.Module, tracker: TensorTracker) -> list[_Probe]:
     """Let one layer of each kind run; a stack's layers are alike if their parameters and their settings are."""
     probes: dict[tuple[Any, ...], _Probe] = {}
     for unit in find_units(model).layers:
-        stack, place = model.get_submodule(unit.stack), int(unit.name.rpartition(".")[2])
+        owner, _, place = unit.name.rpartition(".")
+        holder = model.get_submodule(owner)
         kind = (unit.stack, *_signature(unit.module))
         if kind in probes:
             probes[kind].times += 1
-            stack[place] = _Skipped(unit.module, probes[kind])  # type: ignore[operator]
+            setattr(holder, place, _Skipped(unit.module, probes[kind]))
         else:
             probes[kind] = _Probe(unit.module, tracker)
-            stack[place] = probes[kind]  # type: ignore[operator]
+            setattr(holder, place, probes[kind])
     return list(probes.values())
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchturbo.engine.backends.fsdp2.offload import choose
 from torchturbo.engine.backends.fsdp2.prefetch import prefetch_lists
 from torchturbo.engine.backends.fsdp2.units import find_units
-from torchturbo.engine.steps import freeze, precision
+from torchturbo.engine.model import base_model
+from torchturbo.engine.steps import freeze, heads, precision
 from torchturbo.engine.steps.prefetch import AUTO, chosen, listed_layers
 from torchturbo.plan import advice
 from torchturbo.plan.activations import estimate
@@ -70,6 +71,8 @@ def settled_facts(model: nn.Module, config: EngineConfig, context: Context) -> F
     """Return the facts of a model on meta, after the steps that decide what is trained and in which format."""
     model.float()  # as the weights are read
     freeze.apply(model, config, context)
+    heads.apply(model, config, context)
+    base_model(model).float()
     precision.apply(model, config, context)
     return facts_of(model, context)
 

@@ -72,7 +72,7 @@ def examine_training(line: CommandLine, plan: Plan) -> None:
     plan.errors += argument_problems(parsed.model, parsed.data, training, config, runtime)
     plan.errors += _folder_problems(parsed, training)
     plugins, wrong = load_plugins(config, TurboTrainer.turbo_framework)
-    plan.errors += wrong + term_clashes(plugins, training.label_smoothing_factor, typed=True)
+    plan.errors += wrong + term_clashes(config, plugins, training.label_smoothing_factor, typed=True)
     rows, files = _rows(parsed, plan)
     if parsed.model.model_name_or_path:
         job = Job(config, parsed.model, parsed.data, training, runtime, _batch(plan), files=files, plugins=plugins)

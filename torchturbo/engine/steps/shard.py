@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchturbo.engine.context import Context
 
 KEYS = (
+    "mtp.enabled",
     "parallel_plan.ep_size",
     "mixed_precision",
     "backend_config.reshard_after_forward",

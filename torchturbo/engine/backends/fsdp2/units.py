@@ -2,11 +2,14 @@
 
     root (norm, head, tied embeddings, whatever is in no other unit)
     ├── embeddings, where the head has weights of its own
-    └── each layer, in the model's order
+    ├── each layer, in the model's order
+    │   └── its experts
+    └── each unit of extra heads, in the order in which they run
         └── its experts
 
 Layers are what Transformers checkpoints: the entries of a ``ModuleList`` that are checkpointing layers or of a class
-in ``_no_split_modules``. A unit's parameters are gathered before its forward and before its backward, and freed after.
+in ``_no_split_modules``. Extra heads name their units themselves (:attr:`torchturbo.objectives.heads.ExtraHeads.units`)
+and run after the model's layers, so that they are a stack of their own. A unit's parameters are gathered before its forward and before its backward, and freed after.
 
 To gather is a collective, so a unit has to run on every rank or on none. What only some batches reach (a vision or
 audio tower, its projector, cross-attention to it) is no unit: it belongs to the root, which every batch gathers.
@@ -24,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchturbo.engine.model import base_model, input_embeddings
 from torchturbo.engine.parts import parts_of
+from torchturbo.objectives.heads import ExtraHeads, extra_heads
 from torchturbo.parallel.experts import find_experts
 
 
@@ -33,7 +37,7 @@ class LayerUnit(NamedTuple):
     name: str
     module: nn.Module
     stack: str
-    """Name of the list the layer is in: a vision tower's layers are not followed by the language model's."""
+    """Name of what the layer is in: a vision tower's layers are not followed by the language model's."""
     experts: tuple[tuple[str, nn.Module], ...] = ()
     """Name and module of each set of experts inside the layer."""
 
@@ -60,12 +64,14 @@ class Units:
 
 def find_units(model: nn.Module) -> Units:
     """Return the units of a model, sharded or not, on any device."""
-    classes = set(getattr(base_model(model), "_no_split_modules", None) or ())
-    always_reached = _always_reached(model)
+    base = base_model(model)
+    classes = set(getattr(base, "_no_split_modules", None) or ())
+    always_reached, heads = _always_reached(model), extra_heads(base)
+    of_heads = set() if heads is None else {id(module) for module in heads.modules()}
     layers: list[LayerUnit] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{layer.name}.") for layer in layers[-1:])
-        if not isinstance(module, nn.ModuleList) or inside:
+        if not isinstance(module, nn.ModuleList) or inside or id(module) in of_heads:
             continue
         layers += [
             LayerUnit(f"{name}.{at}", entry, name, tuple(_experts(entry, f"{name}.{at}")))
@@ -73,7 +79,17 @@ def find_units(model: nn.Module) -> Units:
             if (isinstance(entry, GradientCheckpointingLayer) or _class_names(entry) & classes)
             and always_reached(f"{name}.{at}")
         ]
-    return Units(model, tuple(layers), _own_embeddings(model))
+    return Units(model, (*layers, *_head_units(model, heads)), _own_embeddings(model))
+
+
+def _head_units(model: nn.Module, heads: ExtraHeads | None) -> Iterator[LayerUnit]:
+    """Yield the units of a model's extra heads."""
+    if heads is None:
+        return
+    stack = next(name for name, module in model.named_modules() if module is heads)
+    for path in heads.units:
+        name, module = f"{stack}.{path}", heads.get_submodule(path)
+        yield LayerUnit(name, module, stack, tuple(_experts(module, name)))
 
 
 def _always_reached(model: nn.Module) -> Callable[[str], bool]:
