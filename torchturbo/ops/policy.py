@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.ops import registry, shapes, switches
 from torchturbo.ops.find import Found, Site, find
 from torchturbo.ops.registry import NATIVE, OPS, Implementation
@@ -116,6 +117,8 @@ def _refusal(row: Implementation, situation: Situation, policy: str, own: str) -
 def _unsupported(row: Implementation, situation: Situation) -> str | None:
     """Return why the model's class can't take an attention implementation."""
     base = situation.base
+    if row.name != "sdpa" and is_diffusion_model(base):
+        return "it can't express the mask of block diffusion"
     name = "flash_attention_2" if row.name != "sdpa" else row.name
     try:
         if not base._can_set_attn_implementation():

@@ -64,8 +64,9 @@ class FullMasks:
             [B, H, padded, D], of which only shape, number format and device are of interest.
 
         """
-        if self.given is not None and self.given.dim() == 4:
-            return self.given if self.given.dtype == torch.bool else self.given.to(query.dtype)
+        if self.given is not None and len(self.given.shape) == 4:
+            added = isinstance(self.given, Tensor) and self.given.dtype != torch.bool  # flex attention has an own kind
+            return self.given.to(query.dtype) if added else self.given
         key = (implementation, window, query.dtype)
         if key not in self._made:
             self._made[key] = self._make(*key, query)
@@ -91,12 +92,12 @@ class FullMasks:
 
 def _padded_mask(given: Any, length: int, padded: int) -> Tensor | None:
     """Return a mask with the padding at the end masked: no token attends to it, and it attends to itself."""
-    if given is None or padded == length and given.dim() in (2, 4):
+    if given is None or padded == length and len(given.shape) in (2, 4):
         return given  # type: ignore[no-any-return]
     more = padded - length
-    if given.dim() == 2:
+    if len(given.shape) == 2:
         return functional.pad(given, (0, more))
-    if given.dim() != 4 or not isinstance(given, Tensor):
+    if len(given.shape) != 4 or not isinstance(given, Tensor):
         raise ValueError(
             f"expected an attention_mask [B, S] or [B, H, S, S], got {type(given).__name__} {list(given.shape)}"
         )

@@ -13,17 +13,18 @@ from torchturbo.objectives.normalise import IGNORE_INDEX
 from torchturbo.train.examples import Example
 
 
-def pack(examples: Sequence[Example], length: int) -> list[Example]:
+def pack(examples: Sequence[Example], length: int, grain: int = 1) -> list[Example]:
     """Put examples into as few sequences of at most ``length`` tokens as best-fit-decreasing finds.
 
     ``position_ids`` restart at each document: Transformers builds the block-diagonal attention mask from them.
-    The result depends on the examples alone, so every rank and every resumed run packs alike.
+    An example takes the room of whole multiples of ``grain``, the block of a diffusion model, to which it is filled up
+    later. The result depends on the examples alone, so every rank and every resumed run packs alike.
     """
     order = sorted(range(len(examples)), key=lambda index: (-len(examples[index]["input_ids"]), index))
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # (room left, bin), sorted: the fullest that still fits is found by bisection
     for index in order:
-        size = len(examples[index]["input_ids"])
+        size = -(-len(examples[index]["input_ids"]) // grain) * grain
         at = bisect_left(open_bins, (size, -1))
         if at < len(open_bins):
             room, chosen = open_bins.pop(at)

@@ -27,8 +27,10 @@ from torchturbo.engine.config import EngineConfig
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
+from torchturbo.engine.steps.diffusion import BLOCK, attention_obstacle
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger
+from torchturbo.objectives.diffusion.models import is_diffusion_model, rounded_up, token_problems
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.parallel.mesh import is_sharded
@@ -96,6 +98,16 @@ class Job:
         return self.resume is not None and saved_step(self.resume) >= self.steps
 
     @property
+    def is_diffusion(self) -> bool:
+        """Return whether the model is a diffusion model, which is trained by block diffusion."""
+        return is_diffusion_model(self.model_config)
+
+    @property
+    def grain(self) -> int:
+        """Return of how many tokens sequences are made: the block of a diffusion model, 1 for others."""
+        return self.config.diffusion.bd_block_size if self.is_diffusion else 1
+
+    @property
     def is_sharded(self) -> bool:
         """Return whether FSDP2 holds the model's parameters, which it then takes before they have values."""
         return is_sharded(self.config, self.plan.world_size)
@@ -124,6 +136,7 @@ def prepare(command: Command) -> Job:
         job.model_config = load_config(job.model_arguments)
         job.tokenizer = load_tokenizer(job.model_arguments)
         _check_model(job)
+        _round_up(job)
     with together("reading the dataset"):
         encode(job, rows, eval_rows)
     if "logging_steps" not in parsed.training:
@@ -207,7 +220,8 @@ def _check_model(job: Job) -> None:
     run = Run(job.config, job.runtime, training.world_size, training.process_index, job.output_dir)
     context = Context(job.runtime, training.world_size, training.process_index, hooks=Hooks(run, job.plugins))
     model = empty_model(job.model_arguments, job.model_config)
-    if problems := model_problems(model, training, Engine(job.config, context)):
+    problems = model_problems(model, training, Engine(job.config, context))
+    if problems := problems + diffusion_problems(job.model_arguments, job.model_config, job.tokenizer):
         raise ConfigError(problems)
     job.positions = None if model is None else learned_positions(model)
 
@@ -220,6 +234,28 @@ def model_problems(model: Any, training: TrainingArguments, engine: Engine) -> l
     if model is not None and (problem := nothing_for_muon(model, engine.config)) is not None:
         problems.append(problem)
     return problems
+
+
+def diffusion_problems(arguments: ModelArguments, model_config: Any, tokenizer: Any) -> list[Problem]:
+    """Return what a diffusion model's two tokens and its attention, which a model on meta has not got yet, are not."""
+    if not is_diffusion_model(model_config):
+        return []
+    problems = [Problem("--model_name_or_path", "", *found) for found in token_problems(model_config, tokenizer)]
+    chosen = arguments.attn_implementation
+    if chosen is not None and (found := attention_obstacle(chosen)) is not None:
+        problems.append(Problem("--attn_implementation", "", *found))
+    return problems
+
+
+def _round_up(job: Job) -> None:
+    """Let the longest sequence of a diffusion model end with a block."""
+    if not job.is_diffusion:
+        return
+    block, said = job.config.diffusion.bd_block_size, job.data.cutoff_len
+    job.data.cutoff_len = rounded_up(said, block)
+    if job.data.cutoff_len != said:
+        text = "--cutoff_len %d is rounded up to %d: whole blocks of %d tokens (%s)"
+        log.info_rank0(text, said, job.data.cutoff_len, block, BLOCK)
 
 
 def encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
@@ -238,7 +274,8 @@ def encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
     if problems:
         raise ConfigError(problems)
     if job.data.packing:
-        examples, eval_examples = pack(examples, job.data.cutoff_len), pack(eval_examples, job.data.cutoff_len)
+        length, grain = job.data.cutoff_len, job.grain
+        examples, eval_examples = pack(examples, length, grain), pack(eval_examples, length, grain)
     job.train_set = Examples(examples)
     if (problem := _nothing_to_do(job)) is not None:
         raise ConfigError([problem])
@@ -280,7 +317,7 @@ def _vocabulary_problems(job: Job, examples: Sequence[Example]) -> list[Problem]
 
 
 def _position_problems(job: Job, examples: Sequence[Example]) -> list[Problem]:
-    longest = max((len(example["input_ids"]) for example in examples), default=0)
+    longest = rounded_up(max((len(example["input_ids"]) for example in examples), default=0), job.grain)
     if job.positions is None or longest <= job.positions:
         return []
     message = f"a row of {longest} tokens is longer than the {job.positions} positions that the model has learned"

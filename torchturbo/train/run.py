@@ -199,7 +199,7 @@ def make_trainer(job: Job, model: Any, callbacks: Sequence[Any]) -> TurboTrainer
 
 def _check_packing(job: Job, model: Any) -> None:
     """Refuse to pack rows for a model that lets them see each other, before anything is written."""
-    if not job.data.packing:
+    if not job.data.packing or job.is_diffusion:  # whose mask tells documents apart, and is looked at by itself
         return
     bf16 = job.config.mixed_precision == "bf16"
     autocast = torch.autocast(job.runtime.device_type, dtype=torch.bfloat16, enabled=bf16 and not job.is_sharded)

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torchturbo.adapters import hf_arguments
 from torchturbo.errors import Problem
+from torchturbo.logging import get_logger
+from torchturbo.objectives.diffusion.models import rounded_up, token_problems
 
 if TYPE_CHECKING:
     from torchturbo.adapters.llama_factory.said import Said
-    from torchturbo.engine.config import FrameworkValue
+    from torchturbo.engine.config import EngineConfig, FrameworkValue
 
+log = get_logger(__name__)
 CHECKPOINTING = hf_arguments.CHECKPOINTING
 FREEZE = "freeze_policy"
 FREEZE_FLAGS: Mapping[str, str] = {
@@ -82,3 +85,28 @@ def frozen_parts(config: Any) -> dict[str, bool]:
     return {
         name: bool(config.get(path)) for name, path in FREEZE_FLAGS.items() if owned or layers[name] > Layer.DEFAULT
     }
+
+
+FLASH = ("fa2", "fa3")
+"""What LLaMA-Factory calls FlashAttention in ``flash_attn``."""
+
+
+def round_up_cutoff(data: Any, config: EngineConfig, said: Mapping[str, Said]) -> None:
+    """Let LLaMA-Factory cut the samples of a diffusion model to whole blocks; the log says so."""
+    block, cutoff = config.diffusion.bd_block_size, data.cutoff_len
+    data.cutoff_len = rounded_up(cutoff, block)
+    if data.cutoff_len != cutoff:
+        text = "cutoff_len %d (%s) is rounded up to %d: whole blocks of %d tokens (diffusion.bd_block_size)"
+        where = said["cutoff_len"].place if "cutoff_len" in said else "LLaMA-Factory's default"
+        log.info_rank0(text, cutoff, where, data.cutoff_len, block)
+
+
+def diffusion_problems(model_args: Any, config: Any, tokenizer: Any, said: Mapping[str, Said]) -> list[Problem]:
+    """Return what keeps LLaMA-Factory from training a diffusion model as it was told to, before weights are read."""
+    problems = [
+        Problem(placed("--model_name_or_path", said), "", *found) for found in token_problems(config, tokenizer)
+    ]
+    if str(getattr(model_args, "flash_attn", "")).rpartition(".")[2].lower() in FLASH:
+        message = "FlashAttention can't express the mask of block diffusion"
+        problems.append(Problem(placed("--flash_attn", said), "", message, "use sdpa, or disabled for eager"))
+    return problems

@@ -15,7 +15,7 @@ from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes
 from torchturbo.adapters.llama_factory.command import Command
 from torchturbo.adapters.llama_factory.known import problems_with
-from torchturbo.adapters.llama_factory.mapping import frozen_parts, placed
+from torchturbo.adapters.llama_factory.mapping import diffusion_problems, frozen_parts, placed, round_up_cutoff
 from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_package
 from torchturbo.adapters.llama_factory.refusals import term_clashes
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
@@ -26,6 +26,7 @@ from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.parallel.agree import from_first, together
 from torchturbo.plugins.contract import Run
 from torchturbo.plugins.load import load_plugins
@@ -149,6 +150,8 @@ def take_over(parsed: Sequence[Any], launch: Launch) -> None:
     parts = frozen_parts(config)
     for name, frozen in parts.items():
         setattr(finetuning, name, frozen)
+    if is_diffusion_model(_model_config(model)):
+        round_up_cutoff(data, config, launch.said)
     launch.facts |= {name: getattr(data, name, None) for name in DATA_FACTS}
     launch.facts |= {name: getattr(finetuning, name, None) for name in METHOD_FACTS}
     newest = _newest_whole(training, launch)  # by itself: a rank that stops before it would leave the others there
@@ -203,34 +206,46 @@ def _loader(load: Callable[..., Any], launch: Launch) -> Callable[..., Any]:
     ) -> Any:
         if is_trainable:
             with together("checking the model"):
-                _check_model(model_args, launch)
+                _check_model(model_args, tokenizer, launch)
         return load(tokenizer, model_args, finetuning_args, is_trainable, **rest)
 
     return load_model
 
 
-def _check_model(model_args: Any, launch: Launch) -> None:
+def _check_model(model_args: Any, tokenizer: Any, launch: Launch) -> None:
     """Ask every step of the engine whether it can work on the model, made on the meta device."""
     model = _empty_model(model_args)
     if model is None:
         return
+    wrong = diffusion_problems(model_args, model.config, tokenizer, launch.said) if is_diffusion_model(model) else []
     if (problem := quantised(model)) is not None:
         raise ConfigError([problem])
     runtime, started = current_runtime(), dist.is_initialized()
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
     run = Run(launch.config, runtime, world_size, rank, Path(), FRAMEWORK)
     context = Context(runtime, world_size, rank, hooks=Hooks(run, launch.plugins))
-    if problems := Engine(launch.config, context).problems(model):
+    if problems := Engine(launch.config, context).problems(model) + wrong:
         raise ConfigError(problems)
 
 
-def _empty_model(model_args: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+def _model_config(model_args: Any) -> Any:
+    """Return the model's configuration; None where it can't be read, as LLaMA-Factory will tell."""
+    from transformers import AutoConfig
 
     options = {"trust_remote_code": model_args.trust_remote_code}
     hub = {"revision": model_args.model_revision, "cache_dir": model_args.cache_dir, "token": model_args.hf_hub_token}
     try:
-        config = AutoConfig.from_pretrained(model_args.model_name_or_path, **options, **hub)
+        return AutoConfig.from_pretrained(model_args.model_name_or_path, **options, **hub)
+    except Exception:  # the Hub's, and those of the checks that each configuration has of its own
+        return None
+
+
+def _empty_model(model_args: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    options = {"trust_remote_code": model_args.trust_remote_code}
+    config = _model_config(model_args)
+    try:
         pictures = type(config) in AutoModelForImageTextToText._model_mapping
         kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
         with torch.device("meta"):
