@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torchturbo.objectives.taps import Call
 
 FULL = "full_attention"
+CARRIED = ("prev_topk_indices",)
+"""What a layer gets from the one before it: the tokens to attend to, which heads choose for themselves."""
 
 
 class Join(nn.Module):
@@ -83,8 +85,9 @@ class Depths(SerialHeads):
 
     def depth(self, at: int, state: Tensor, embedded: Tensor, calls: Mapping[str, Call]) -> tuple[Tensor, Tensor]:
         """Run one head: its normed output goes to the model's head, and on to the next depth, as in Megatron-LM."""
+        given = {name: value for name, value in calls["layer"].kwargs.items() if name not in CARRIED}
         joined = self.joins[at % len(self.joins)](embedded, state)
-        made = self.layers[at](joined, **calls["layer"].kwargs)
+        made = self.layers[at](joined, **given)
         hidden: Tensor = self.norms[at % len(self.norms)](made[0] if isinstance(made, tuple) else made)
         return hidden, hidden
 
@@ -98,19 +101,31 @@ def like(norm: nn.Module, size: int) -> nn.Module:
 
 
 def layer_of(config: Any) -> int:
-    """Return the index of the decoder layer that heads are like: the last one with full attention.
+    """Return the index of the decoder layer that heads are like: the last one of their kind.
+
+    Where a configuration tells the kinds of layers apart, heads have full attention, unless it says which kind theirs is
+    (``mtp_layer_types``, ``mtp_mlp_layer_types``); and they choose tokens by themselves.
 
     Raises
     ------
     ValueError
-        No layer has it.
+        The model has no such layer.
 
     """
-    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
-    full = [at for at, kind in enumerate(kinds[: config.num_hidden_layers]) if kind == FULL]
-    if not full:
-        raise ValueError(f"none of the model's layers has full attention, as heads have it: {', '.join(set(kinds))}")
-    return full[-1]
+    wanted = {
+        "layer_types": (getattr(config, "mtp_layer_types", None) or [FULL])[0],
+        "mlp_layer_types": (getattr(config, "mtp_mlp_layer_types", None) or [None])[0],
+        "indexer_types": "full",
+    }
+    fitting = list(range(config.num_hidden_layers))
+    for name, kind in wanted.items():
+        kinds = getattr(config, name, None)
+        if kinds and kind and len(set(kinds)) > 1:
+            fitting = [at for at in fitting if kinds[at] == kind]
+    if not fitting:
+        kinds = ", ".join(f"{name} {kind}" for name, kind in wanted.items() if getattr(config, name, None) and kind)
+        raise ValueError(f"none of the model's layers is like those of its heads: expected {kinds}")
+    return fitting[-1]
 
 
 # ---- names in checkpoints ----

@@ -51,7 +51,16 @@ FAMILIES: tuple[Family, ...] = (
         build="torchturbo.objectives.mtp.deepseek_v4:build",
         sequence="the model's compressors choose among the tokens of a part of the sequence only",
     ),
-    Family("GLM-4.5 and 4.6", "glm4_moe"),
+    Family("DeepSeek-V3.2", "deepseek_v32"),
+    Family("GLM-4.5, 4.6 and 4.7", "glm4_moe"),
+    Family("GLM-4.7-Flash", "glm4_moe_lite"),
+    Family("GLM-5", "glm_moe_dsa"),
+    Family("Mellum", "mellum", place="mtp.layers.{depth}."),
+    Family("MiMo-7B", "mimo", refused="Transformers has no model of this kind, whose layer its heads could be"),
+    Family("MiMo-V2-Flash", "mimo_v2_flash", refused="what its files call the parts of its heads is not published"),
+    Family("Qwen3-Next", "qwen3_next", place="mtp.layers.{depth}.", unsaid=1),
+    Family("Qwen3.5", "qwen3_5_text", place="mtp.layers.{depth}."),
+    Family("Qwen3.5-MoE", "qwen3_5_moe_text", place="mtp.layers.{depth}."),
 )
 """A row for each family; the support table in the documentation is made of it."""
 
