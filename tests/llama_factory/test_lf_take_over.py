@@ -31,12 +31,20 @@ def parsed(**training: Any) -> list[Any]:
         "output_dir": "out",
     }  # fmt: skip
     return [
-        SimpleNamespace(disable_gradient_checkpointing=False, compute_dtype=None),
+        SimpleNamespace(disable_gradient_checkpointing=False, compute_dtype=None, **model_of("")),
         SimpleNamespace(dataset=["a"], cutoff_len=64, template="chatml"),
         SimpleNamespace(**settings | training),
         SimpleNamespace(stage="sft", finetuning_type="lora", lora_rank=4, **dict.fromkeys(FREEZE_FLAGS, True)),
         None,
     ]
+
+
+def model_of(name: str) -> dict[str, Any]:
+    """Return the arguments by which a model is found."""
+    return {
+        "model_name_or_path": name, "trust_remote_code": False, "model_revision": "main", "cache_dir": None,
+        "hf_hub_token": None, "flash_attn": "auto",
+    }  # fmt: skip
 
 
 def launch(*words: str, **said: Any) -> Launch:
@@ -214,7 +222,7 @@ def asked_about_experts(rank: int) -> list[str]:
 
     run._empty_model = lambda model_args: tiny.model("llama")  # this process is the test's own
     try:
-        run._check_model(SimpleNamespace(), launch("--tt_ep_size", "2"))
+        run._check_model(SimpleNamespace(), None, launch("--tt_ep_size", "2"))
     except ConfigError as error:
         return [problem.message for problem in error.problems]
     return []
@@ -224,3 +232,49 @@ def test_what_depends_on_the_ranks_is_refused_before_weights() -> None:
     """The check knows how many there are."""
     for (message,) in run_ranks(2, asked_about_experts):
         assert "has no experts to divide" in message
+
+
+# ---- diffusion models ----
+
+
+def diffusion_model(folder: Path, **tokens: int) -> dict[str, Any]:
+    """Return the arguments by which a diffusion model is found: its configuration alone."""
+    tiny.model("qwen3", is_diffusion_model=True, **tokens).config.save_pretrained(folder)
+    return model_of(str(folder))
+
+
+def test_the_cut_off_length_of_a_diffusion_model_is_whole_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounded up, before LLaMA-Factory reads its data; a resumed run compares the rounded one."""
+    made, one = parsed(), launch("--tt_bd_block_size", "48", cutoff_len=64)
+    vars(made[0]).update(diffusion_model(tmp_path))
+
+    take_over(made, one)
+
+    assert 96 == made[1].cutoff_len
+    assert 96 == one.facts["cutoff_len"]
+    assert "cutoff_len 64 (cutoff_len) is rounded up to 96: whole blocks of 48 tokens" in capsys.readouterr().err
+
+
+def test_another_models_cut_off_length_stays(tmp_path: Path) -> None:
+    """The block is none of its affairs."""
+    made = parsed()
+    tiny.model("qwen3").config.save_pretrained(tmp_path)
+    vars(made[0]).update(model_of(str(tmp_path)))
+
+    take_over(made, launch("--tt_bd_block_size", "48"))
+
+    assert 64 == made[1].cutoff_len
+
+
+def test_a_diffusion_model_is_looked_at_before_its_weights(tmp_path: Path) -> None:
+    """FlashAttention by LLaMA-Factory's word for it, and a tokenizer without a mask: both at once."""
+    from torchturbo.adapters.llama_factory import run
+
+    arguments = SimpleNamespace(**diffusion_model(tmp_path) | {"flash_attn": "fa2"})
+    with pytest.raises(ConfigError) as caught:
+        run._check_model(arguments, tiny.tokenizer(), launch(flash_attn="fa2"))
+
+    told = [str(problem) for problem in caught.value.problems]
+    assert ["mask_token_id" in told[0], "FlashAttention can't express" in told[1]] == [True, True]
