@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from torchturbo.checkpoint.slices import Converted, Leaf, Reader, fill, headers
 from torchturbo.objectives.heads import NAME, ExtraHeads, extra_heads, is_of_heads
+from torchturbo.objectives.mtp.families import COUNTS
 from torchturbo.ops.replace import OURS, Attribute
 
 BELOW = f"{NAME}."
@@ -94,7 +96,8 @@ def initialise(base: Any, heads: nn.Module, only: Collection[int] | None = None)
     reader = Reader(headers(getattr(heads, "files", ())))
     for path, module in heads.named_modules():
         wanted = {name: one for name, one in _own(module) if only is None or id(one) in only}
-        kept = {name: f"{path}.{name}" for name in wanted if f"{path}.{name}" in reader.stored}
+        kept = {name: f"{path}.{name}".lstrip(".") for name in wanted}
+        kept = {name: other for name, other in kept.items() if other in reader.stored}
         made = _made(base, module, f"{NAME}.{path}") if wanted.keys() - kept.keys() else {}
         for name, parameter in wanted.items():
             shape = tuple(parameter.shape)
@@ -138,7 +141,7 @@ def _lacks_values(module: nn.Module) -> str:
 # ---- Transformers' own way of saving ----
 
 
-def _save_pretrained(
+def save_pretrained(
     self: Any,
     save_directory: Any,
     is_main_process: bool = True,
@@ -147,11 +150,20 @@ def _save_pretrained(
     save_original_format: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Stand in for ``save_pretrained`` of a model with extra heads: their tensors go by their names in checkpoints."""
+    """Stand in for a model's own method: extra heads are written by their names in checkpoints, and without any it says so."""
     heads, own = extra_heads(self), type(self).save_pretrained
     tensors = self.state_dict() if state_dict is None else state_dict
     if heads is None or not save_original_format:
-        own(self, save_directory, is_main_process, tensors, *args, save_original_format=save_original_format, **kwargs)
+        with _says_none(self) if heads is None else nullcontext():
+            own(
+                self,
+                save_directory,
+                is_main_process,
+                tensors,
+                *args,
+                save_original_format=save_original_format,
+                **kwargs,
+            )
         return
     ignored = set(self._keys_to_ignore_on_save or ())
     inside = {name: one for name, one in tensors.items() if is_of_heads(name)}
@@ -165,14 +177,40 @@ def _save_pretrained(
         save_beside(heads, Path(save_directory), inside)
 
 
+def numbers(base: Any) -> list[tuple[Any, str, int]]:
+    """Return where a model's configurations say that it has heads, under which name, and how many."""
+    config = getattr(base, "config", None)
+    text = getattr(config, "get_text_config", None)
+    parts = {id(part): part for part in (config if text is None else text(decoder=True), config)}
+    return [
+        (part, name, number)
+        for part in parts.values()
+        for name in COUNTS
+        if isinstance(number := getattr(part, name, None), int) and number > 0
+    ]
+
+
+@contextmanager
+def _says_none(base: Any) -> Iterator[None]:
+    """Have a model's configurations say in this block that it has no heads."""
+    said = numbers(base)
+    for part, name, _ in said:
+        setattr(part, name, 0)
+    try:
+        yield
+    finally:
+        for part, name, number in said:
+            setattr(part, name, number)
+
+
 def save_beside(heads: ExtraHeads, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Let heads write what belongs beside a model, given their tensors by the model's names; for one process alone."""
     heads.export_beside(folder, {name.removeprefix(BELOW): one.detach().cpu() for name, one in tensors.items()})
 
 
-OURS.add(_save_pretrained)
+OURS.add(save_pretrained)
 
 
 def saves_heads(base: nn.Module) -> Attribute:
     """Let a model's own ``save_pretrained`` write its extra heads, too; removing what is returned ends that."""
-    return Attribute(base, "save_pretrained", MethodType(_save_pretrained, base))
+    return Attribute(base, "save_pretrained", MethodType(save_pretrained, base))

@@ -128,7 +128,7 @@ class WeightSource:
         """
         base: Any = base_model(model)
         heads = extra_heads(base)
-        if heads is None:
+        if heads is None or heads.pattern is None:
             return []
         names = names_in_checkpoint(base, heads)
         missing = [name for name in names if name not in self.stored]

@@ -13,6 +13,8 @@ from torch import nn
 from torchturbo.engine import pipeline
 from torchturbo.engine.context import Context
 from torchturbo.engine.model import base_model, set_cache
+from torchturbo.engine.steps import heads
+from torchturbo.objectives.heads import extra_heads
 from torchturbo.parallel.mesh import MeshPlan, is_sharded
 
 if TYPE_CHECKING:
@@ -81,9 +83,12 @@ class Engine:
         Where FSDP2 holds it, it stays sharded, and divided experts stay divided: all ranks use it together.
         """
         set_cache(model, self._use_cache)
+        base = base_model(model)
+        trained = extra_heads(base)
         pipeline.undo(model)
+        heads.keep(model, trained)
         for known in (OWNERS, CACHES):
-            known.pop(base_model(model), None)
+            known.pop(base, None)
         return model.eval()
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchturbo.checkpoint.heads import initialise, saves_heads
+from torchturbo.checkpoint.heads import initialise, numbers, saves_heads
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.heads import ExtraHeads, attach, detach
-from torchturbo.objectives.mtp.families import COUNTS
 from torchturbo.objectives.planned import Planned
 
 if TYPE_CHECKING:
@@ -68,7 +67,20 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
         if reason and config.get(path) != 1:
             message = f"the {planned.kind} do not work with it: {reason}"
             problems.append(Problem(config.origin(path).place, path, message, f"set it to 1, or {KEY} to false"))
-    return problems
+    return problems or _unlike_files(base, planned.build, _source(base, context))
+
+
+def _unlike_files(base: Any, build: Any, source: WeightSource | None) -> list[Problem]:
+    """Return what of a model's heads its files lack, or hold in another shape."""
+    if source is None:
+        return []
+    with torch.device("meta"):
+        heads = build(base)
+    attach(base, heads)
+    try:
+        return source.heads_problems(base)
+    finally:
+        detach(base)
 
 
 def _planned(base: Any, stored: frozenset[str] | None) -> Planned:
@@ -112,13 +124,9 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
 
 def _say_none(base: Any) -> list[tuple[Any, str, int]]:
     """Let the model's configurations say that it has no heads, and return what they said."""
-    said = []
-    for part in (base.config.get_text_config(decoder=True), base.config):
-        for name in COUNTS:
-            number = getattr(part, name, None)
-            if isinstance(number, int) and number > 0:
-                said.append((part, name, number))
-                setattr(part, name, 0)
+    said = numbers(base)
+    for part, name, _ in said:
+        setattr(part, name, 0)
     return said
 
 
@@ -176,3 +184,15 @@ def undo(model: nn.Module) -> None:
     if changes.saving is not None:
         changes.saving.remove()
     detach(base)
+
+
+def keep(model: nn.Module, heads: ExtraHeads | None) -> None:
+    """Leave heads in a model that is released: they were trained, and are saved with it.
+
+    One without heads says so where it is saved, also if its configuration speaks of some that it came without.
+    """
+    base: Any = base_model(model)
+    if heads is not None:
+        attach(base, heads)
+    if heads is not None or numbers(base):
+        CHANGES[base] = Changes(saving=saves_heads(base))
