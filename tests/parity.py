@@ -80,7 +80,10 @@ def step(engine: Any, model: Any, window: Sequence[Mapping[str, Tensor]]) -> Ste
 
     model.zero_grad()
     normaliser = engine.context.normaliser
-    copies = [{name: value.clone() for name, value in batch.items()} for batch in window]
+    copies = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+        for batch in window
+    ]
     device = copies[0]["input_ids"].device
     normaliser.open_window(copies, device)
     total = torch.zeros((), device=device)
