@@ -28,13 +28,21 @@ CHOOSERS = ("indexer", "compressor")
 """Parts of the names of classes that choose, from all tokens, which ones an attention sees."""
 
 
-def obstacles(model: nn.Module, size: int) -> list[Obstacle]:
-    """Return everything that keeps ``size`` ranks from sharing a model's sequences; its weights may be on meta."""
+def obstacles(model: nn.Module, size: int, *, router_loss: bool = True) -> list[Obstacle]:
+    """Return everything that keeps ``size`` ranks from sharing a model's sequences; its weights may be on meta.
+
+    ``router_loss`` says whether the model goes on to compute its own auxiliary loss where it is set to.
+    """
     base: Any = base_model(model)
     config = getattr(base, "config", None)
     if config is None:
         return [(f"{type(base).__name__} is no Transformers model, whose attention can be exchanged", ALONE)]
-    return [*_kind(model, base, config), *_layers(base, config), *_heads(base, config, size), *_settings(config)]
+    return [
+        *_kind(model, base, config),
+        *_layers(base, config),
+        *_heads(base, config, size),
+        *_settings(config, router_loss),
+    ]
 
 
 def _kind(model: nn.Module, base: Any, config: Any) -> Iterator[Obstacle]:
@@ -131,10 +139,16 @@ def _heads(base: Any, config: Any, size: int) -> Iterator[Obstacle]:
         )
 
 
-def _settings(config: Any) -> Iterator[Obstacle]:
-    if getattr(config, "output_router_logits", False):
+def _settings(config: Any, router_loss: bool) -> Iterator[Obstacle]:
+    if router_loss and getattr(config, "output_router_logits", False):
         message = "the model's own router loss (output_router_logits) is no sum over tokens: its parts do not add up"
-        yield message, "set output_router_logits to false in the model's configuration"
+        yield (
+            message,
+            (
+                "set output_router_logits to false in the model's configuration, or have the engine's loss instead"
+                " (moe.aux_loss_coeff)"
+            ),
+        )
     if getattr(config, "output_attentions", False):
         message = "attention weights (output_attentions) of all heads are on no rank"
         yield message, "set output_attentions to false in the model's configuration"

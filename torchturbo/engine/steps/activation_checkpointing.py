@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchturbo.engine.model import base_model
+from torchturbo.engine.steps.routers import asked_for
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.parallel.experts import number_of_experts
@@ -36,7 +37,8 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if not getattr(base, "supports_gradient_checkpointing", False):
         message = f"{type(base).__name__} does not support activation checkpointing"
         return [Problem(config.origin(KEY).place, KEY, message, "set it to false")] if config.origin(KEY).layer else []
-    if section.use_reentrant and getattr(getattr(base, "config", None), "output_router_logits", False):
+    own_loss = getattr(getattr(base, "config", None), "output_router_logits", False) and not asked_for(config)
+    if section.use_reentrant and own_loss:
         # They are collected while the layers run forward, which the reentrant kind does without a graph.
         message = "the model's router loss would get no gradient (output_router_logits)"
         return [Problem(config.origin(REENTRANT).place, REENTRANT, message, "set it to false")]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchturbo.engine.model import base_model
+from torchturbo.engine.steps.routers import asked_for
 from torchturbo.errors import Problem
 from torchturbo.parallel.sequence import SequenceParallel, remove
 from torchturbo.parallel.sequence_check import obstacles
@@ -24,7 +25,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if size == 1:
         return []
     place = config.origin(KEY).place
-    return [Problem(place, KEY, *found) for found in obstacles(model, size)]
+    return [Problem(place, KEY, *found) for found in obstacles(model, size, router_loss=not asked_for(config))]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
