@@ -141,7 +141,7 @@ def slow(made: Any, window: Sequence[Mapping[str, Tensor]], weight: float) -> Fo
     means = [torch.stack(losses).mean() for losses in ahead]
     total = torch.stack(main).mean() + weight * torch.stack(means).sum()
     total.backward()
-    return Found(total.detach(), tuple(float(mean) for mean in means), _gradients(made))
+    return Found(total.detach(), tuple(float(mean.detach()) for mean in means), _gradients(made))
 
 
 def _documents(made: Any, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

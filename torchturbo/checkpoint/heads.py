@@ -21,7 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from torchturbo.checkpoint.slices import Converted, Leaf, Reader, fill, headers
 from torchturbo.objectives.heads import NAME, ExtraHeads, extra_heads, is_of_heads
-from torchturbo.objectives.mtp.families import COUNTS
+from torchturbo.objectives.mtp.families import COUNTS, family_of, said_by
 from torchturbo.ops.replace import OURS, Attribute
 
 BELOW = f"{NAME}."
@@ -94,11 +94,16 @@ def initialise(base: Any, heads: nn.Module, only: Collection[int] | None = None)
 
     """
     reader = Reader(headers(getattr(heads, "files", ())))
-    for path, module in heads.named_modules():
+    around = dict(heads.named_modules())
+    for path, module in around.items():
         wanted = {name: one for name, one in _own(module) if only is None or id(one) in only}
         kept = {name: f"{path}.{name}".lstrip(".") for name in wanted}
         kept = {name: other for name, other in kept.items() if other in reader.stored}
-        made = _made(base, module, f"{NAME}.{path}") if wanted.keys() - kept.keys() else {}
+        made = (
+            _made(base, module, f"{NAME}.{path}", around.get(path.rpartition(".")[0]))
+            if wanted.keys() - kept.keys()
+            else {}
+        )
         for name, parameter in wanted.items():
             shape = tuple(parameter.shape)
             source = Leaf(kept[name], shape) if name in kept else Converted(shape, (), _giving(made[name]))
@@ -114,8 +119,25 @@ def _giving(tensor: Tensor) -> Callable[[Reader], Tensor]:
     return lambda reader: tensor
 
 
-def _made(base: Any, module: nn.Module, path: str) -> dict[str, Tensor]:
+def _made(base: Any, module: nn.Module, path: str, parent: nn.Module | None) -> dict[str, Tensor]:
     """Return whole tensors for a module's own parameters, as its class begins with them; the module is left alone."""
+    new = _shadow(module)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(zlib.crc32(path.encode()))
+        base._init_weights(new)
+        if _lacks_values(new) and hasattr(new, "reset_parameters"):
+            new.reset_parameters()
+        if _lacks_values(new) and parent is not None:  # some families' routers begin with what their block gives them
+            around, name = _shadow(parent), path.rpartition(".")[2]
+            around._modules = {one: new if one == name else _shadow(child) for one, child in parent.named_children()}
+            base._init_weights(around)
+    if name := _lacks_values(new):
+        raise ValueError(f"{type(module).__name__} does not say what {path}.{name} begins with")
+    return dict(_own(new))
+
+
+def _shadow(module: nn.Module) -> Any:
+    """Return a module of the same class, with whole tensors without values in host memory."""
     new: Any = object.__new__(type(module))  # sharded classes have a __new__ of their own
     new.__dict__ = dict(vars(module))
     nothing = float("nan")
@@ -124,14 +146,7 @@ def _made(base: Any, module: nn.Module, path: str) -> dict[str, Tensor]:
     }
     new._buffers = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in module.named_buffers(recurse=False)}
     new._modules, new._is_hf_initialized = dict(module._modules), False
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(zlib.crc32(path.encode()))
-        base._init_weights(new)
-        if _lacks_values(new) and hasattr(new, "reset_parameters"):
-            new.reset_parameters()
-    if name := _lacks_values(new):
-        raise ValueError(f"{type(module).__name__} does not say what {path}.{name} begins with")
-    return dict(_own(new))
+    return new
 
 
 def _lacks_values(module: nn.Module) -> str:
@@ -177,30 +192,50 @@ def save_pretrained(
         save_beside(heads, Path(save_directory), inside)
 
 
-def numbers(base: Any) -> list[tuple[Any, str, int]]:
-    """Return where a model's configurations say that it has heads, under which name, and how many."""
+Said = list[tuple[Any, str, int | None]]
+"""Configurations of a model, names in them, and how many heads they say there are; None where they say nothing."""
+
+
+def say_none(base: Any) -> Said:
+    """Let a model's configurations say that it has no heads for multi-token prediction; return what they said.
+
+    A family whose models have some without saying so gets the word, too.
+    """
     config = getattr(base, "config", None)
     text = getattr(config, "get_text_config", None)
-    parts = {id(part): part for part in (config if text is None else text(decoder=True), config)}
-    return [
+    if config is None or text is None:
+        return []
+    parts = {id(part): part for part in (text(decoder=True), config)}.values()
+    said: Said = [
         (part, name, number)
-        for part in parts.values()
+        for part in parts
         for name in COUNTS
         if isinstance(number := getattr(part, name, None), int) and number > 0
     ]
+    family = family_of(config)
+    if not said and family is not None and family.unsaid and said_by(config) is None:
+        said = [(text(decoder=True), COUNTS[0], None)]
+    for part, name, _ in said:
+        setattr(part, name, 0)
+    return said
+
+
+def say_again(said: Said) -> None:
+    """Let configurations say what they said before."""
+    for part, name, number in said:
+        if number is None:
+            delattr(part, name)
+        else:
+            setattr(part, name, number)
 
 
 @contextmanager
 def _says_none(base: Any) -> Iterator[None]:
-    """Have a model's configurations say in this block that it has no heads."""
-    said = numbers(base)
-    for part, name, _ in said:
-        setattr(part, name, 0)
+    said = say_none(base)
     try:
         yield
     finally:
-        for part, name, number in said:
-            setattr(part, name, number)
+        say_again(said)
 
 
 def save_beside(heads: ExtraHeads, folder: Path, tensors: Mapping[str, Tensor]) -> None:
