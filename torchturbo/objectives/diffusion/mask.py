@@ -34,7 +34,7 @@ def sees(query: int, key: int, length: int, block_size: int) -> bool:
     return block_diagonal or offset_block_causal or block_causal
 
 
-def doubled_rule(documents: Tensor | None, length: int, block_size: int) -> Rule:
+def doubled_rule(documents: Tensor | None, length: int | Tensor, block_size: int) -> Rule:
     """Return the rule of doubled sequences.
 
     Parameters
@@ -42,7 +42,8 @@ def doubled_rule(documents: Tensor | None, length: int, block_size: int) -> Rule
     documents
         The document of each token [B, 2L], 0 for padding; None where every row is one document.
     length, block_size
-        L, and the tokens of a block. Documents begin at blocks.
+        L, and the tokens of a block; documents begin at blocks. A compiled attention takes L as a scalar tensor, and is
+        not compiled anew for each length.
 
     """
 

@@ -78,11 +78,12 @@ class BlockDiffusion:
         return made
 
     def _mask(self, documents: Tensor, doubled: Doubled) -> Any:
-        kind = attention_of(self.base)
-        rows, length = (1 if doubled.whole else len(documents)), doubled.length
-        rule = doubled_rule(None if doubled.whole else documents, length, doubled.block_size)
+        kind, device = attention_of(self.base), documents.device
         kind = self.kind if kind == SHARING else kind
-        return attention_mask(kind, rule, rows, 2 * length, self.dtype, documents.device)
+        length = torch.tensor(doubled.length, device=device) if kind == "flex_attention" else doubled.length
+        rule = doubled_rule(None if doubled.whole else documents, length, doubled.block_size)
+        rows = 1 if doubled.whole else len(documents)
+        return attention_mask(kind, rule, rows, 2 * doubled.length, self.dtype, device)
 
     def _chunked(self, module: nn.Module) -> bool:
         training = module.training and torch.is_grad_enabled()
