@@ -62,24 +62,44 @@ def test_the_table_imports_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=Path.cwd()).strip() == "False"
 
 
-def unread(rank: int) -> dict[str, set[str]]:
-    """Run every step on a model of experts, on a mesh where all of them have something to do; return what is left unread."""
-    seen: set[str] = set()
-    plan = ("--tt_sp_size", "2", "--tt_ep_size", "2", "--tt_prefetch_strategy", "expert_with_layer")
-    recorded: Any = Recorder(config(*plan), seen)
-    model, context = tiny.model("qwen3_moe"), Context(world_size=2, rank=rank)
-    Engine(recorded, context)
-    left = {}
-    for step in STEPS:
-        seen.clear()
-        step.load()(model, recorded, context)
-        left[step.name] = set(step.keys) - seen
-    return {name: keys for name, keys in left.items() if keys}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"is_diffusion_model": True, "mask_token_id": 1},
+    "deepseek_v3": {"num_nextn_predict_layers": 1, "kv_lora_rank": 8, "q_lora_rank": None, "n_routed_experts": 4}
+    | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    | {"v_head_dim": 8, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "qwen3": {
+        "dspark_config": {"block_size": 3, "num_hidden_layers": 1, "target_layer_ids": [0], "mask_token_id": 319}
+        | {
+            "markov_rank": 4,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    },
+}
+"""Models on which every step has something to do: for experts and blocks, for a depth, for a draft."""
+MESH = ("--tt_sp_size", "2", "--tt_ep_size", "2", "--tt_prefetch_strategy", "expert_with_layer")
+WORDS = {"qwen3_moe": MESH, "deepseek_v3": ("--tt_enable_mtp",), "qwen3": ("--tt_enable_mtp",)}
+
+
+def read(rank: int) -> dict[str, set[str]]:
+    """Run every step on models that give it something to do; return what each reads of the keys that it claims."""
+    found: dict[str, set[str]] = {step.name: set() for step in STEPS}
+    for kind, changes in MODELS.items():
+        seen: set[str] = set()
+        recorded: Any = Recorder(config(*WORDS[kind]), seen)
+        model, context = tiny.model(kind, **changes), Context(world_size=2, rank=rank)
+        Engine(recorded, context)
+        for step in STEPS:
+            seen.clear()
+            step.load()(model, recorded, context)
+            found[step.name] |= seen & set(step.keys)
+    return found
 
 
 def test_a_step_reads_every_key_it_claims() -> None:
     """No dead keys: a leaf that a step claims and does not read fails here."""
-    assert run_ranks(2, unread) == [{}, {}]
+    assert run_ranks(2, read) == [{step.name: set(step.keys) for step in STEPS}] * 2
 
 
 def test_the_launch_reads_every_key_it_claims(tmp_path: Path) -> None:
