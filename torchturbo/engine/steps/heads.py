@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchturbo.checkpoint.heads import initialise, numbers, saves_heads
+from torchturbo.checkpoint.heads import Said, initialise, saves_heads, say_again, say_none
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
@@ -34,8 +34,8 @@ log = get_logger(__name__)
 class Changes:
     """What the step did to a model."""
 
-    numbers: list[tuple[Any, str, int]] = field(default_factory=list)
-    """Configurations of the model, and how many heads they said that it has."""
+    said: Said = field(default_factory=list)
+    """What the model's configurations said of heads that it does not get."""
     saving: Handle | None = None
 
 
@@ -111,7 +111,7 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     base: Any = base_model(model)
     changes = CHANGES[base] = Changes()
     if not config.mtp.enabled:
-        changes.numbers = _say_none(base)
+        changes.said = say_none(base)
         return
     if problems := check(model, config, context):
         fail(problems)
@@ -120,14 +120,6 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     else:
         _build(base, context)
     changes.saving = saves_heads(base)
-
-
-def _say_none(base: Any) -> list[tuple[Any, str, int]]:
-    """Let the model's configurations say that it has no heads, and return what they said."""
-    said = numbers(base)
-    for part, name, _ in said:
-        setattr(part, name, 0)
-    return said
 
 
 def _build(base: Any, context: Context) -> None:
@@ -179,8 +171,7 @@ def undo(model: nn.Module) -> None:
     changes = CHANGES.pop(base, None)
     if changes is None:
         return
-    for part, name, number in changes.numbers:
-        setattr(part, name, number)
+    say_again(changes.said)
     if changes.saving is not None:
         changes.saving.remove()
     detach(base)
@@ -194,5 +185,7 @@ def keep(model: nn.Module, heads: ExtraHeads | None) -> None:
     base: Any = base_model(model)
     if heads is not None:
         attach(base, heads)
-    if heads is not None or numbers(base):
+    said = say_none(base)
+    say_again(said)
+    if heads is not None or said:
         CHANGES[base] = Changes(saving=saves_heads(base))
