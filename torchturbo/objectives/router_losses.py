@@ -19,7 +19,7 @@ gradient enters the second pass where the router's logits are computed again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -171,11 +171,19 @@ class RouterLosses:
         The Transformers model; another one where PEFT wraps it.
     routers
         Those that count.
+    real
+        Returns which tokens of the micro-batch under way are no padding [B, S], where its mask does not tell; or None.
 
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, routers: Sequence[Router]) -> None:
-        self.layers = len(routers)
+    def __init__(
+        self,
+        model: nn.Module,
+        base: nn.Module,
+        routers: Sequence[Router],
+        real: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        self.layers, self._real = len(routers), real
         self._taken: list[Taken] = []
         self._losses: Losses | None = None
         self._taps = Taps(model, base)
@@ -228,7 +236,8 @@ class RouterLosses:
                 f"router losses: none of the model's {self.layers} routers was called in a forward: something else"
                 " chooses experts in their place"
             )
-        valid = valid_tokens(given, batch).flatten()
+        real = self._real()
+        valid = valid_tokens(given if real is None else {**given, "attention_mask": real}, batch).flatten()
         calls = []
         for router, logits in self._taken:
             rows = logits.reshape(-1, logits.shape[-1])

@@ -60,7 +60,8 @@ def _kind(model: nn.Module, base: Any, config: EngineConfig) -> Iterator[tuple[s
     kinds = dict.fromkeys(kind for kind in getattr(settings, "layer_types", None) or () if kind not in WHOLE)
     for kind in kinds:
         yield "", f"{name} has layers of {kind}, which see less than a mask of block diffusion lets through", whole
-    if getattr(settings, "output_router_logits", False) and not config.moe.aux_loss_coeff:
+    replaced = config.moe.aux_loss_coeff or config.moe.z_loss_coeff  # by the step "router losses"
+    if getattr(settings, "output_router_logits", False) and not replaced:
         message = f"{name} computes a router loss of its own (output_router_logits) that takes no 4-D mask"
         yield "", message, "set output_router_logits to false, or moe.aux_loss_coeff above 0"
     if any(getattr(peft, "is_prompt_learning", False) for peft in getattr(model, "peft_config", {}).values()):

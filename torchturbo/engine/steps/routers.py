@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from torchturbo.engine.model import base_model
+from torchturbo.engine.steps.diffusion import INSTALLED as DIFFUSION
 from torchturbo.engine.steps.losses import computes_causal_cross_entropy
 from torchturbo.errors import Problem, fail, some
 from torchturbo.logging import get_logger
@@ -94,7 +95,9 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         )
     if context.normaliser is None or not routers:
         return
-    losses = INSTALLED[base] = RouterLosses(model, base, routers)
+    diffusion = DIFFUSION.get(base)  # its mask lets padding attend to itself
+    real = (lambda: diffusion.real) if diffusion is not None else (lambda: None)
+    losses = INSTALLED[base] = RouterLosses(model, base, routers, real)
     losses.install(context.normaliser, aux, z)
 
 

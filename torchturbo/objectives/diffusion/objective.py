@@ -103,7 +103,10 @@ class _Before:
         self.diffusion = diffusion
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.diffusion is None or DOUBLED not in kwargs:
+        if self.diffusion is None:
+            return None
+        if DOUBLED not in kwargs:
+            self.diffusion.real = None
             return None
         return args, self.diffusion.arguments(module, kwargs)
 
