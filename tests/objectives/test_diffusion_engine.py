@@ -1,0 +1,230 @@
+"""Block diffusion in the engine: one process against the formula, every mesh and saver against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusing
+import parity
+import pytest
+import torch
+from diffusing import noise, packed, ragged, rows
+from ranks import run_ranks
+from torch.nn import functional
+
+from torchturbo.errors import ConfigError
+from torchturbo.objectives.diffusion.mask import attention_mask, doubled_rule
+from torchturbo.objectives.diffusion.noise import DOUBLED
+
+CAP = 2.0
+
+
+def settings(**sections: Any) -> Any:
+    return parity.config(**({"diffusion": {"bd_block_size": diffusing.BLOCK, "cap_lambda": CAP}} | sections))
+
+
+def sure(seed: int = 0, kind: str = "qwen3") -> Any:
+    """Return a model that is right about a part of what is hidden: it says token 7 in most places."""
+    model = diffusing.model(kind, seed=seed)
+    with torch.no_grad():
+        model.lm_head.weight[7] += 0.3 * torch.sign(model.model.norm.weight)
+        model.lm_head.weight.mul_(4)
+    return model
+
+
+def window(count: int = 4, divisor: int = 1) -> list[dict[str, Any]]:
+    """Return doubled micro-batches of unequal counts, many of whose labels are token 7; the last one has none."""
+    given = [rows(2, 12), ragged([12, 5]), packed([6, 5, 9]), ragged([4, 9])]
+    for at, batch in enumerate(given):
+        often = torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(at)) < 0.5
+        for name in ("input_ids", "labels"):
+            batch[name] = torch.where(often & batch["labels"].ne(-100), 7, batch[name])
+    made = [noise(divisor=divisor)(batch, at) for at, batch in enumerate(given)]
+    for name in ("labels", "shift_labels"):
+        made[count - 1][name][:] = -100
+    return made[:count]
+
+
+def formula(model: Any, batches: list[dict[str, Any]]) -> parity.Step:
+    """Return a step by the formula: the mean over all hidden tokens, and CAP's mean over micro-batches."""
+    model = model.train()
+    count = sum(int(batch["labels"].ne(-100).sum()) for batch in batches)
+    total, caps = torch.zeros(()), []
+    for batch in batches:
+        length = batch[DOUBLED].length
+        rule = doubled_rule(batch["attention_mask"], length, diffusing.BLOCK)
+        device, ids = torch.device("cpu"), batch["input_ids"]
+        mask = attention_mask("sdpa", rule, len(ids), 2 * length, torch.float32, device)
+        values = model(input_ids=ids, attention_mask=mask, position_ids=batch["position_ids"]).logits[:, :length]
+        hidden = batch["labels"].ne(-100)
+        target = batch["labels"][hidden]
+        total = total + functional.cross_entropy(values[hidden], target, reduction="sum") / count
+        logs = values[hidden].log_softmax(-1)
+        right = logs[logs.argmax(-1) == target]
+        caps.append(-(right.exp() * right).sum() / max(1, len(right)))
+    loss = total + CAP * torch.stack(caps).mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))
+    return parity.Step(float(loss.detach()), float(norm), gradients)
+
+
+def test_one_process_is_the_formula() -> None:
+    """Micro-batches of unequal counts, one of them without any: accumulation weighs tokens, and CAP micro-batches."""
+    batches = window()
+    expected = formula(sure(), batches)
+    model = sure()
+    engine = parity.prepared(model, settings())
+    found = parity.step(engine, model, batches)
+    parity.assert_equal(found, expected)
+    cap = engine.context.normaliser.term_metrics(1, torch.device("cpu"))["cap_loss"]
+    assert cap > 0.1
+
+
+SAVERS: dict[str, dict[str, Any]] = {
+    "chunks": {"loss_chunk": {"enabled": True, "chunk_size": 5}},
+    "checkpointing": {"activation_checkpointing": {"enabled": True}},
+    "reentrant": {"activation_checkpointing": {"enabled": True, "use_reentrant": True}},
+}
+
+
+@pytest.mark.parametrize("saver", list(SAVERS))
+def test_memory_savers_change_nothing(saver: str) -> None:
+    """Beside CAP."""
+    plain, model = sure(), sure()
+    expected = parity.step(parity.prepared(plain, settings()), plain, window())
+    found = parity.step(parity.prepared(model, settings(**SAVERS[saver])), model, window())
+    parity.assert_equal(found, expected)
+
+
+def compared(rank: int, world_size: int, sections: list[dict[str, Any]], kind: str = "qwen3") -> None:
+    """Hold steps on this rank against one process, one for each configuration."""
+    plain = sure(kind=kind)
+    expected = parity.step(parity.prepared(plain, settings()), plain, window())
+    for more in sections:
+        config = settings(**more)
+        sp_size = config.parallel_plan.sp_size
+        model = sure(kind=kind)
+        engine = parity.prepared(model, config, world_size, rank)
+        mine = parity.share(window(), world_size, sp_size, rank)
+        parity.assert_equal(parity.step(engine, model, mine), expected)
+
+
+SP = {"parallel_plan": {"sp_size": 2}}
+
+
+def test_two_ranks_are_one_process() -> None:
+    """FSDP2 with unequal counts and a rank without a target; sequence parallelism; each with chunks and recomputation."""
+    both = SAVERS["chunks"] | SAVERS["checkpointing"]
+    run_ranks(2, compared, 2, [{}, both, SP, SP | both])
+
+
+def test_experts_on_two_ranks_are_one_process() -> None:
+    """Divided experts meet clean and noisy tokens alike."""
+    run_ranks(2, compared, 2, [{"parallel_plan": {"ep_size": 2}}], "qwen3_moe")
+
+
+@pytest.mark.full
+def test_four_ranks_are_one_process() -> None:
+    """Two groups of two ranks."""
+    run_ranks(4, compared, 4, [{}, SP, SP | SAVERS["chunks"]])
+
+
+# ---- off, and refused ----
+
+
+def test_without_cap_nothing_of_it_is_there() -> None:
+    """Bit for bit the step without the key: 0 is its default."""
+    results = []
+    for sections in ({"diffusion": {"bd_block_size": 4, "cap_lambda": 0.0}}, {"diffusion": {"bd_block_size": 4}}):
+        model = sure()
+        engine = parity.prepared(model, settings(**sections))
+        assert [] == engine.context.normaliser.terms
+        results.append(parity.step(engine, model, window()))
+    assert results[0].loss == results[1].loss
+    assert all(torch.equal(value, results[1].gradients[name]) for name, value in results[0].gradients.items())
+
+
+def test_a_released_model_is_plain_again() -> None:
+    """No hook is left, and its loss is its own."""
+    model = sure()
+    hooks, loss = len(model._forward_pre_hooks), model.loss_function
+    parity.prepared(model, settings()).release(model)
+    assert (hooks, loss) == (len(model._forward_pre_hooks), model.loss_function)
+
+
+def problems(model: Any, **sections: Any) -> list[str]:
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.engine import Engine
+
+    return [str(problem) for problem in Engine(settings(**sections), Context()).problems(model)]
+
+
+def router_loss() -> Any:
+    return diffusing.model("qwen3_moe", output_router_logits=True)
+
+
+def flash() -> Any:
+    model = diffusing.model()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+def windows() -> Any:
+    return diffusing.model(layer_types=["full_attention", "sliding_attention"], use_sliding_window=True)
+
+
+def own_loss() -> Any:
+    model = diffusing.model()
+    model.loss_function = lambda *args, **kwargs: None
+    return model
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "flash attention": (flash, {}, "flash_attention_2 can't express the mask of block diffusion; use sdpa"),
+    "windows": (windows, {}, "layers of sliding_attention, which see less than"),
+    "router loss": (router_loss, {}, "a router loss of its own (output_router_logits) that takes no 4-D mask"),
+    "own loss": (own_loss, {}, "computes a loss of its own"),
+    "next tokens": (diffusing.model, {"mtp": {"enabled": True}}, "mtp.enabled: a diffusion model predicts the tokens"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_can_not_be_trained_so_is_refused(case: str) -> None:
+    """Before a weight is read: with the reason and a remedy."""
+    make, sections, told = REFUSED[case]
+    found = problems(make(), **sections)
+    assert any(told in line and ";" in line for line in found), found
+
+
+def test_a_model_that_is_none_is_left_alone_and_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """One warning for each key that was set, with its place; nothing is installed."""
+    import tiny
+
+    model = tiny.model("qwen3")
+    hooks = len(model._forward_pre_hooks)
+    parity.prepared(model, parity.config(diffusion={"cap_lambda": 2.0, "bd_block_size": 8}))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "set but not read" in line]
+    assert ["cap_lambda", "bd_block_size"] == [line.split("diffusion.")[1].split(":")[0] for line in lines]
+    assert all("parity.json:1:" in line for line in lines)
+    assert hooks == len(model._forward_pre_hooks)
+
+    parity.prepared(tiny.model("qwen3"), parity.config())
+    assert "set but not read" not in capsys.readouterr().err
+
+
+def test_a_model_that_says_it_is_none_is_trained_on_the_next_token() -> None:
+    """Whatever its type."""
+    model = diffusing.model(is_diffusion_model=False)
+    assert problems(model, mtp={"enabled": False}) == []
+    engine = parity.prepared(model, parity.config())
+    assert float(parity.step(engine, model, parity.batches(1)).loss) > 0
+
+
+def test_settings_that_apply_refuses_too() -> None:
+    """Whoever prepares a model without asking first."""
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.engine import Engine
+
+    with pytest.raises(ConfigError):
+        Engine(settings(), Context()).prepare(windows())
