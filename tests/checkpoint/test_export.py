@@ -120,7 +120,7 @@ def test_a_model_made_in_code_gets_no_prefix_that_a_checkpoint_would_have_lost(
     from transformers.core_model_loading import PrefixChange
 
     wrapped = [PrefixChange(prefix_to_remove="wrapped")]
-    monkeypatch.setattr(hf_export, "get_model_conversion_mapping", lambda model, add_legacy: wrapped)
+    monkeypatch.setattr(hf_export, "conversions", lambda model, add_legacy: wrapped)
     export(model, tmp_path, saved_dtypes={})
     assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys() - {"lm_head.weight"}
     model._weight_conversions = wrapped  # this one was loaded so

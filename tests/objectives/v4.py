@@ -158,3 +158,9 @@ def read(folder: Path) -> dict[str, Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def official(name: str) -> str:
+    """Return the published name of one of the model's tensors that Transformers wrote."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace("attn.norm.", "attn.kv_norm.")

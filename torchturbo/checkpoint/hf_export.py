@@ -23,9 +23,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
@@ -36,7 +34,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from torchturbo.checkpoint.heads import copies, in_checkpoint, save_beside
-from torchturbo.checkpoint.recipes import state
+from torchturbo.checkpoint.recipes import conversions, plain_class, state
 from torchturbo.engine.model import base_model
 from torchturbo.objectives.heads import extra_heads, is_of_heads
 from torchturbo.parallel.agree import from_first, is_first, together
@@ -211,7 +209,7 @@ def _conversions_kept(model: Any) -> Iterator[None]:
     if getattr(model, "_weight_conversions", None) is not None:
         yield
         return
-    known = get_model_conversion_mapping(model, add_legacy=False)
+    known = conversions(model, add_legacy=False)
     model._weight_conversions = [entry for entry in known if type(entry) is not PrefixChange]
     try:
         yield
@@ -282,7 +280,7 @@ class _Writer:
 
 def _write_config(model: Any, folder: Path, plan: _Plan) -> None:
     """Write the configuration with the format most weights are written in, and the class as its author named it."""
-    config, kind = model.config, _plain_class(type(model))
+    config, kind = model.config, plain_class(type(model))
     tensors, sizes = state(model), Counter[torch.dtype]()
     for name, dtype in plan.formats.items():
         sizes[dtype] += tensors[name].numel() if dtype.is_floating_point else 0
@@ -313,11 +311,6 @@ def _restored(config: Any, name: str) -> Iterator[None]:
             setattr(config, name, before)
         elif hasattr(config, name):
             delattr(config, name)
-
-
-def _plain_class(kind: type) -> type:
-    """Return a model's class without what ``fully_shard`` put before it."""
-    return next(one for one in kind.__mro__ if not issubclass(one, FSDPModule))
 
 
 def _has_adapters(model: Any) -> bool:

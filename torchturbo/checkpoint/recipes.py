@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -74,6 +75,25 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
 
 
+def plain_class(kind: type) -> type:
+    """Return a model's class without what ``fully_shard`` put before it."""
+    return next(one for one in kind.__mro__ if not issubclass(one, FSDPModule))
+
+
+def conversions(model: nn.Module, **asked: Any) -> list[Any]:
+    """Return Transformers' conversions of a model's checkpoint, sharded or not: those of its plain class.
+
+    For the one that ``fully_shard`` makes, Transformers has none: it looks like the user's own code.
+    """
+    kind = type(model)
+    model.__class__ = plain_class(kind)
+    try:
+        found: list[Any] = get_model_conversion_mapping(model, **asked)
+    finally:
+        model.__class__ = kind
+    return found
+
+
 class _Table(NamedTuple):
     """How some of a checkpoint's tensors become some of a model's."""
 
@@ -106,7 +126,7 @@ def _tables(model: nn.Module, stored: Mapping[str, Stored]) -> Iterator[_Table]:
     names = sorted(stored, key=dot_natural_key)
     expected, heads = state(model), extra_heads(model)
     prefix: str = getattr(model, "base_model_prefix", "")
-    transforms: Sequence[Any] = get_model_conversion_mapping(model)
+    transforms = conversions(model)
     if heads is None:
         yield _Table(expected, names, transforms, prefix)
         return

@@ -1,0 +1,138 @@
+"""DeepSeek-V4 with its heads under the engine: which parameters they train, and what is there when they are off."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import parity
+import pytest
+import torch
+import v4
+
+from torchturbo.engine.steps.heads import KEPT
+from torchturbo.objectives.dspark.deepseek_v4 import DeepseekV4Draft
+from torchturbo.objectives.heads import extra_heads
+from torchturbo.objectives.mtp.deepseek_v4 import DeepseekV4Heads
+
+ON: dict[str, Any] = {"mtp": {"enabled": True}}
+STAGES: dict[str, Any] = ON | {"dspark": {"num_anchors": 4, "loss_scaling_factor": 0.5}}
+WINDOW = [v4.batch(), v4.batch(1, 9, 5, seed=9)]
+
+
+def prepared(settings: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
+    """Return a model with heads under which everything weighs, and its engine."""
+    model = v4.model(**changes)
+    engine = parity.prepared(model, parity.config(**settings))
+    if model in KEPT:
+        v4.stir(KEPT[model], 3)
+    return model, engine
+
+
+def metrics(engine: Any) -> dict[str, float]:
+    found: dict[str, float] = engine.context.normaliser.term_metrics(1, torch.device("cpu"))
+    return found
+
+
+def test_stages_train_themselves_alone() -> None:
+    """Every other gradient is that of a run without them, to the bit, and each of the stages' parameters has one."""
+    plain, first = prepared({}, **v4.DSPARK)
+    expected = parity.step(first, plain, WINDOW)
+    model, engine = prepared(STAGES, **v4.DSPARK)
+    found = parity.step(engine, model, WINDOW)
+    heads = {f"mtp.{name}" for name, _ in model.mtp.named_parameters()}
+
+    assert isinstance(extra_heads(model), DeepseekV4Draft)
+    assert heads == found.gradients.keys() - expected.gradients.keys()
+    assert {} == {n: g for n, g in found.gradients.items() if n in heads and not g.abs().max() > 0}
+    assert [] == [n for n, g in expected.gradients.items() if not torch.equal(g, found.gradients[n])]
+    assert found.loss == pytest.approx(expected.loss + 0.5 * metrics(engine)["dspark_loss"], rel=1e-6)
+
+
+def test_stages_with_a_weight_of_zero_are_logged_alone() -> None:
+    settings = ON | {"dspark": {"num_anchors": 4, "loss_scaling_factor": 0.0}}
+    model, engine = prepared(settings, **v4.DSPARK)
+    found = parity.step(engine, model, WINDOW)
+
+    assert [] == [name for name in found.gradients if name.startswith("mtp.")]
+    assert metrics(engine)["dspark_loss"] > 0
+
+
+def test_stages_that_are_off_are_kept_and_no_serial_heads_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The configuration counts a serial head, the checkpoint has none."""
+    with caplog.at_level(logging.INFO):
+        model, engine = prepared(ON | {"dspark": {"enabled": False}}, **v4.DSPARK)
+    found = parity.step(engine, model, WINDOW)
+
+    assert isinstance(extra_heads(model), DeepseekV4Draft)
+    assert [] == [name for name in found.gradients if name.startswith("mtp.")]
+    assert {} == metrics(engine)
+    assert 3 == len(model.mtp.layers)
+
+
+def test_serial_heads_train_the_model_too() -> None:
+    """Their loss reaches embeddings, head and every layer, but not what joins the streams for the model's own head.
+
+    The total is weighted, the metrics are not.
+    """
+    plain, first = prepared({})
+    expected = parity.step(first, plain, WINDOW)
+    model, engine = prepared({"mtp": {"enabled": True, "loss_scaling_factor": 0.25}}, num_nextn_predict_layers=2)
+    found = parity.step(engine, model, WINDOW)
+    logged = metrics(engine)
+
+    assert isinstance(extra_heads(model), DeepseekV4Heads)
+    assert {
+        f"mtp.{name}" for name, _ in model.mtp.named_parameters()
+    } == found.gradients.keys() - expected.gradients.keys()
+    same = {name for name, gradient in expected.gradients.items() if torch.equal(gradient, found.gradients[name])}
+    assert {"model.norm.weight", *(f"model.hc_head.hc_{name}" for name in ("fn", "base", "scale"))} == same
+    assert found.loss == pytest.approx(expected.loss + 0.25 * (logged["mtp_1_loss"] + logged["mtp_2_loss"]), rel=1e-6)
+
+
+def test_without_multi_token_prediction_nothing_is_built() -> None:
+    """Neither of stages nor of serial heads, and the configuration says that there are none while the engine holds it."""
+    model, engine = prepared({}, **v4.DSPARK)
+
+    assert extra_heads(model) is None
+    assert 0 == model.config.num_nextn_predict_layers
+    engine.release(model)
+    assert 1 == model.config.num_nextn_predict_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dspark_markov_rank": None}, "its config.json says nothing of dspark_markov_rank"),
+        ({"dspark_target_layer_ids": [0, 2, 3]}, "dspark_target_layer_ids is [0, 2, 3], expected ascending numbers"),
+        ({"dspark_target_layer_ids": [2, 1]}, "dspark_target_layer_ids is [2, 1], expected ascending numbers"),
+        ({"dspark_n_routed_experts": 2}, "DeepSeek-V4.1's stages are of another architecture"),
+    ],
+    ids=["lacking", "beyond", "order", "v4.1"],
+)
+def test_what_keeps_a_model_from_having_stages_is_told(changes: dict[str, Any], message: str) -> None:
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.engine import Engine
+
+    with torch.device("meta"):
+        model = v4.model(**(v4.DSPARK | changes))
+    (problem,) = Engine(parity.config(**ON), Context()).problems(model)
+
+    assert "mtp.enabled" == problem.key
+    assert message in problem.message
+
+
+def test_stages_are_counted_by_their_names_in_the_files() -> None:
+    """And a checkpoint whose last stage joins no streams is one of DeepSeek-V4.1."""
+    from torchturbo.objectives.dspark.deepseek_v4 import find
+
+    model = v4.model(**(v4.DSPARK | {"dspark_target_layer_ids": [1, 2]}))
+    four = find(model, v4.stage_names(4))
+    other = find(model, {name for name in v4.stage_names(3) if "hc_head" not in name})
+    none = find(model, {"model.norm.weight"})
+
+    assert four is not None and four.build is not None and other is not None and none is not None
+    assert 4 == len(four.build(model).layers)  # type: ignore[arg-type]
+    assert "mtp.2.hc_head_fn: DeepSeek-V4.1's stages" in other.obstacle
+    assert "its files hold no tensor mtp.0.*" == none.obstacle
+    assert find(v4.model(), None) is None
