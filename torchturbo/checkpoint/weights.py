@@ -137,11 +137,11 @@ class WeightSource:
                 return []
             message = f"holds no weights of the heads that its configuration speaks of, such as {_telling(names)}"
             return [Problem(self.name, HEADS, message, f"use a checkpoint with them, or leave {HEADS} off")]
-        problems = []
-        if missing and any(is_of_heads(name) for name in _missing(base, self.recipes(base))):
+        recipes = self.recipes(base)
+        if missing and any(map(is_of_heads, (*_missing(base, recipes), *recipes.failures))):
             message = f"lacks {len(missing)} of the {len(names)} weights of the extra heads: {some(missing)}"
-            problems.append(Problem(self.name, HEADS, message, f"use the whole checkpoint, or leave {HEADS} off"))
-        return problems + self._unfit(base, is_of_heads)
+            return [Problem(self.name, HEADS, message, f"use the whole checkpoint, or leave {HEADS} off")]
+        return self._unfit(base, is_of_heads)
 
     def _unfit(self, base: Any, which: Callable[[str], bool]) -> list[Problem]:
         """Return which of some of a model's tensors the files hold in another shape, or in parts that do not fit."""

@@ -29,6 +29,7 @@ from torchturbo.train.model import (
     is_streamed,
     load_config,
     load_tokenizer,
+    local_source,
     mismatches,
     missing_folder,
     weight_source,
@@ -128,6 +129,8 @@ def _examine_model(job: Job, rows: list[list[Row]], plan: Plan) -> None:
         return
     run = Run(job.config, job.runtime, plan.world_size, 0, Path(str(job.training.output_dir)))
     engine = Engine(job.config, Context(job.runtime, plan.world_size, hooks=Hooks(run, job.plugins)))
+    if problem is None and job.config.mtp.enabled:
+        engine.context.weights = local_source(job.model_arguments, job.model_config)
     if problem is None or job.data.dataset:
         _examine_data(job, rows, plan)
     if problem is None and is_sharded(job.config, plan.world_size):

@@ -181,6 +181,11 @@ def weight_source(arguments: ModelArguments, config: Any) -> WeightSource:
         raise ConfigError([_hub_problem(PLACE, name, error)]) from error
 
 
+def local_source(arguments: ModelArguments, config: Any) -> WeightSource | None:
+    """Return the same of a local folder; None for a model of the Hub, whose files are downloaded when they are due."""
+    return weight_source(arguments, config) if Path(_required(arguments)).is_dir() else None
+
+
 def load_model(arguments: ModelArguments, config: Any, source: WeightSource | None = None) -> Any:
     """Return the model in fp32: trainable parameters are held so whatever the checkpoint's format.
 

@@ -27,6 +27,7 @@ from torchturbo.engine.config import EngineConfig
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
+from torchturbo.engine.steps import heads
 from torchturbo.engine.steps.diffusion import BLOCK, attention_obstacle
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger
@@ -52,6 +53,7 @@ from torchturbo.train.model import (
     learned_positions,
     load_config,
     load_tokenizer,
+    local_source,
     missing_folder,
 )
 from torchturbo.train.needs import attention_problem, optimizer_problem, report_problems, scheduler_problem
@@ -219,11 +221,22 @@ def _check_model(job: Job) -> None:
     training = job.training
     run = Run(job.config, job.runtime, training.world_size, training.process_index, job.output_dir)
     context = Context(job.runtime, training.world_size, training.process_index, hooks=Hooks(run, job.plugins))
+    context.weights = local_source(job.model_arguments, job.model_config) if job.config.mtp.enabled else None
     model = empty_model(job.model_arguments, job.model_config)
     problems = model_problems(model, training, Engine(job.config, context))
     if problems := problems + diffusion_problems(job.model_arguments, job.model_config, job.tokenizer):
         raise ConfigError(problems)
     job.positions = None if model is None else learned_positions(model)
+
+
+def check_heads(job: Job) -> None:
+    """Hold the extra heads that are asked for against files of the Hub, which are here by now; no weight is read."""
+    if not job.config.mtp.enabled:
+        return
+    context = Context(job.runtime, job.training.world_size, job.training.process_index, weights=job.weights)
+    model = empty_model(job.model_arguments, job.model_config)
+    if model is not None and (problems := heads.check(model, job.config, context)):
+        raise ConfigError(problems)
 
 
 def model_problems(model: Any, training: TrainingArguments, engine: Engine) -> list[Problem]:

@@ -34,7 +34,7 @@ from torchturbo.train.console import Progress, Watch, duration, library_bars
 from torchturbo.train.curve import NAME as CURVE_NAME
 from torchturbo.train.curve import loss_points, write_curve
 from torchturbo.train.model import load_model, pad_token_id, weight_source
-from torchturbo.train.prepare import Job, prepare, vocabulary
+from torchturbo.train.prepare import Job, check_heads, prepare, vocabulary
 
 MOST_LEAK = 1e-3
 MOST_LEAK_BF16 = 3e-2
@@ -97,6 +97,7 @@ def run_command(command: Command, *, callbacks: Sequence[Any] = (), quiet: bool 
     with restored_determinism(), library_bars(shown=False), at_least(LogLevel.WARNING if quiet else LogLevel.DEBUG):
         with together("loading the model"), library_bars(shown=not quiet and sys.stderr.isatty()):
             job.weights = weight_source(job.model_arguments, job.model_config)
+            check_heads(job)
             model = load_model(job.model_arguments, job.model_config, job.weights if job.is_sharded else None)
         if not job.is_sharded:
             _check_packing(job, model.to(job.training.device))

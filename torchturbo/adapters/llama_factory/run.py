@@ -21,6 +21,7 @@ from torchturbo.adapters.llama_factory.refusals import term_clashes
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.resume import agreed_checkpoint, checkpoints
+from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
@@ -224,6 +225,8 @@ def _check_model(model_args: Any, tokenizer: Any, launch: Launch) -> None:
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
     run = Run(launch.config, runtime, world_size, rank, Path(), FRAMEWORK)
     context = Context(runtime, world_size, rank, hooks=Hooks(run, launch.plugins))
+    if launch.config.mtp.enabled and Path(model_args.model_name_or_path).is_dir():
+        context.weights = WeightSource.find(model_args.model_name_or_path)
     if problems := Engine(launch.config, context).problems(model) + wrong:
         raise ConfigError(problems)
 
