@@ -218,13 +218,15 @@ def write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
 
 def _copies(folder: Path) -> dict[str, Tensor]:
     """Return the embeddings and the head of the target in a folder, by DeepSpec's names."""
-    names = {}
-    if (index := folder / INDEX).is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    index = folder / INDEX
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else None
 
     def read(name: str) -> Tensor | None:
-        with safe_open(folder / names.get(name, WEIGHTS), framework="pt") as file:
-            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
+        file = WEIGHTS if shards is None else shards.get(name)
+        if file is None:
+            return None
+        with safe_open(folder / file, framework="pt") as held:
+            return held.get_tensor(name) if name in held.keys() else None  # noqa: SIM118
 
     found = {own: read(name) for own, name in COPIES.items()}
     embeddings = found["embed_tokens.weight"]
