@@ -17,6 +17,7 @@ PRELOAD = [
     "torch.nn.parallel.distributed",
     "transformers.trainer",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.deepseek_v4.modeling_deepseek_v4",
     "transformers.models.glm4_moe.modeling_glm4_moe",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",

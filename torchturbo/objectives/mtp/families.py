@@ -44,15 +44,9 @@ class Family(NamedTuple):
 
 FAMILIES: tuple[Family, ...] = (
     Family("DeepSeek-V3 and R1", "deepseek_v3"),
-    Family(
-        "DeepSeek-V4",
-        "deepseek_v4",
-        place="mtp.{depth}.",
-        build="torchturbo.objectives.mtp.deepseek_v4:build",
-        sequence="the model's compressors choose among the tokens of a part of the sequence only",
-    ),
     Family("DeepSeek-V3.2", "deepseek_v32"),
-    Family("GLM-4.5, 4.6 and 4.7", "glm4_moe"),
+    Family("DeepSeek-V4", "deepseek_v4", "mtp.{depth}.", "torchturbo.objectives.mtp.deepseek_v4:build"),
+    Family("GLM-4.5 to 4.7", "glm4_moe"),
     Family("GLM-4.7-Flash", "glm4_moe_lite"),
     Family("GLM-5", "glm_moe_dsa"),
     Family("Mellum", "mellum", place="mtp.layers.{depth}."),
