@@ -126,7 +126,7 @@ def own(model: Any, **given: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_the_models_own_loss_is_off(kind: str) -> None:
+def test_the_models_own_loss_is_off(kind: str, logged: list[str]) -> None:
     """Set in its configuration, or asked for by who calls it; not in evaluation either. Undone, it is back."""
     model = tiny.model(kind, **OWN)
     formula = expected(tiny.model(kind))
@@ -135,6 +135,8 @@ def test_the_models_own_loss_is_off(kind: str) -> None:
 
     parity.assert_equal(found, formula)
     assert before > 5
+    (line,) = [line for line in logged if "its place" in line]
+    assert "own one (output_router_logits) is off: moe.aux_loss_coeff and moe.z_loss_coeff in its place" in line
     assert max(own(model), own(model, output_router_logits=True), own(model.eval())) < 1e-6
     assert model.config.output_router_logits is True
     step.undo(model.train())
@@ -226,6 +228,28 @@ def test_adapters() -> None:
     same = [name for name, value in without.gradients.items() if torch.equal(value, with_losses.gradients[name])]
     assert with_losses.gradients.keys() == without.gradients.keys()
     assert [] == same
+
+
+def test_a_router_that_peft_trains_whole() -> None:
+    """PEFT keeps the old one beside it, which is not called and does not count."""
+    peft = pytest.importorskip("peft")
+    settled = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
+    model = peft.get_peft_model(tiny.model("qwen3_moe"), settled)
+    found, logged = run(model)
+    _, plain = run(tiny.model("qwen3_moe"))
+
+    assert plain == pytest.approx(logged, rel=1e-5)
+    assert sum(name.endswith("gate.modules_to_save.default.weight") for name in found.gradients) == 2
+
+
+def test_half_precision() -> None:
+    """Logits in bfloat16 give the same figures, near enough, and a gradient."""
+    found, logged = run(tiny.model("qwen3_moe"), mixed_precision="bf16")
+    exact, figures = run(tiny.model("qwen3_moe"), mixed_precision="fp32")
+
+    assert figures == pytest.approx(logged, rel=2e-2)
+    assert exact.loss == pytest.approx(found.loss, rel=2e-2)
+    assert all((found.gradients[f"{name}.weight"] - exact.gradients[f"{name}.weight"]).norm() < 0.1 for name in GATES)
 
 
 def test_frozen_routers_are_told(logged: list[str]) -> None:

@@ -150,6 +150,16 @@ def test_half_precision_is_widened() -> None:
     assert float(found.aux) == pytest.approx(float(of(given.detach().double()).aux), rel=1e-6)
 
 
+def test_scores_are_not_kept_for_backward() -> None:
+    """A layer's scores in float32 would outweigh its logits: they are computed again, layer by layer."""
+    seen: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: seen.append(value.shape) or value, lambda value: value):
+        found = of(logits(), logits(1))
+
+    assert 2 == seen.count((T, E))  # the logits themselves
+    (found.aux + found.z).backward()
+
+
 # ---- which tokens are padding ----
 
 

@@ -169,6 +169,37 @@ def adapted_again(peft: Any) -> Any:
     return peft.get_peft_model(with_linear_gate(), peft.LoraConfig(r=2, target_modules=["gate"]))
 
 
+class Loose(Gated):
+    """A block whose experts nobody knows as such, so that checkpointing does not note how its tokens are routed."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__(old)
+        self.linears = nn.ModuleDict({str(at): nn.Linear(32, 32) for at in range(8)})
+        del self.experts
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Let all experts see all tokens."""
+        weights = self.gate(hidden).sigmoid()
+        outputs = [linear(hidden) * weights[..., at, None] for at, linear in enumerate(self.linears.values())]
+        return torch.stack(outputs).sum(0)
+
+
+def test_layers_that_note_no_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reentrant checkpointing could not hand the gradient on: it is refused there, and only there."""
+    monkeypatch.setattr(routers, "ROUTERS", list(ROUTERS))
+    routers.register("A model of its own", "Loose", "sigmoid", "gate")
+    model = tiny.model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp = Loose(mixtures.build().model.layers[1].mlp)
+
+    assert problems(model, activation_checkpointing={"enabled": True, "use_reentrant": True}) == [
+        "parity.json: activation_checkpointing.use_reentrant: the router losses would get no gradient:"
+        " Qwen3DecoderLayer does not note how it routes; set it to false"
+    ]
+    for settings in ({"enabled": True, "use_reentrant": False}, {"enabled": False, "use_reentrant": True}):
+        assert problems(model, activation_checkpointing=settings) == []
+
+
 def test_a_model_without_routers_is_refused() -> None:
     """A coefficient there would be ignored."""
     assert problems(tiny.model(), moe={"aux_loss_coeff": 0.1}) == [

@@ -247,8 +247,7 @@ class RouterLosses:
                     f" {len(valid)}: which of them are padding is not known"
                 )
             calls.append((rows, router.score, router.top_k))
-        with torch.autocast(valid.device.type, enabled=False):
-            return router_losses(calls, valid, None if batch is None else batch.group)
+        return router_losses(calls, valid, None if batch is None else batch.group)
 
 
 class _LetIn(torch.autograd.Function):

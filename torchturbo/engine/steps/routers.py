@@ -14,7 +14,7 @@ from torchturbo.errors import Problem, fail, some
 from torchturbo.logging import get_logger
 from torchturbo.objectives.heads import NAME, extra_heads
 from torchturbo.objectives.mtp.serial import SerialHeads
-from torchturbo.objectives.router_losses import RouterLosses
+from torchturbo.objectives.router_losses import OWN, RouterLosses
 from torchturbo.objectives.routers import Router, find_routers
 from torchturbo.parallel.experts import number_of_experts
 
@@ -95,6 +95,10 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         )
     if context.normaliser is None or not routers:
         return
+    if getattr(base.config, OWN, False):
+        log.warning_rank0(
+            "router losses: the model's own one (%s) is off: %s in its place", OWN, " and ".join(asked_for(config))
+        )
     diffusion = DIFFUSION.get(base)  # its mask lets padding attend to itself
     real = (lambda: diffusion.real) if diffusion is not None else (lambda: None)
     losses = INSTALLED[base] = RouterLosses(model, base, routers, real)
