@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from torchturbo.engine.model import base_model
 from torchturbo.objectives import chunked
-from torchturbo.observe.flops import FULL, Flops, Part, Span
+from torchturbo.objectives.heads import extra_heads
+from torchturbo.observe.flops import FULL, TARGETS, Flops, Part, Span
 from torchturbo.observe.gradients import AFTER_MLP, ATTENTION, BEFORE_ATTENTION, NORM, OUTPUT, follow
 from torchturbo.observe.weights import weights_in_use
 
@@ -46,6 +47,8 @@ class Product(NamedTuple):
 def count(model: nn.Module) -> Flops:
     """Return the flops of a model, as it is now: trained, frozen, adapted, checkpointed; it may be on the meta device.
 
+    Extra heads are not in it: see :func:`torchturbo.observe.objectives.count`.
+
     Raises
     ------
     Uncountable
@@ -58,18 +61,18 @@ def count(model: nn.Module) -> Flops:
         raise Uncountable(f"{type(base).__name__} is no decoder of Transformers")
     if getattr(config, "is_encoder_decoder", False):
         raise Uncountable(f"{type(base).__name__} is an encoder and a decoder")
-    decoder, layers = _decoder(base, config)
+    decoder, layers = decoder_of(base, config)
     below = _input_needs_gradient(base, layers)
     parts = []
     for index, layer in enumerate(layers):
-        part, below = _layer_part(f"layer {index}", layer, index, config, below, _checkpointing(layer, decoder))
+        part, below = layer_part(f"layer {index}", layer, index, config, below, checkpointing_of(layer, decoder))
         parts.append(part)
     parts += _around(decoder, layers, config, _input_needs_gradient(base, layers))
     parts += _heads(base, decoder, config, below, chunked.recomputes(model))
     return Flops(tuple(parts), _left_out(base, decoder))
 
 
-def _decoder(base: Any, config: Any) -> tuple[nn.Module, nn.ModuleList]:
+def decoder_of(base: Any, config: Any) -> tuple[nn.Module, nn.ModuleList]:
     """Return the module that holds the layers, and the layers."""
     wanted = getattr(config, "num_hidden_layers", None)
     for module in (base.get_decoder(), base.base_model, *base.children()):
@@ -79,21 +82,21 @@ def _decoder(base: Any, config: Any) -> tuple[nn.Module, nn.ModuleList]:
     raise Uncountable(f"{type(base).__name__} has no list of its {wanted} layers")
 
 
-def _layer_part(
+def layer_part(
     name: str, layer: nn.Module, index: int, config: Any, below: bool, checkpointing: str
 ) -> tuple[Part, bool]:
     """Return a layer's part, and whether a gradient flows out of it into the next one's input.
 
     ``below`` says whether a gradient is needed of its input.
     """
-    products = list(_products(layer, config))
-    pair = _attention(layer, index, config)
+    products = list(matrix_products(layer, config))
+    pair = pair_of(layer, index, config)
     weights = list(weights_in_use(layer))
     trained = any(weight.tensor.requires_grad for weight in weights)
     # Reentrant checkpointing gives a trained layer inputs that require grad, since it would have no gradient otherwise.
     needed = below or (checkpointing == "reentrant" and trained)
     found = follow(weights, needed, _side_by_side(layer, config))
-    again = _recomputed(layer, products, checkpointing) if found.output else 0.0
+    again = recomputed_of(layer, products, checkpointing) if found.output else 0.0
     part = Part(
         name,
         forward=sum(product.cost for product in products),
@@ -117,7 +120,7 @@ def _side_by_side(layer: nn.Module, config: Any) -> bool:
     return any(said) or (len(norms) == 1 and BEFORE_ATTENTION.match(norms[0]) is not None)
 
 
-def _recomputed(layer: nn.Module, products: list[Product], checkpointing: str) -> float:
+def recomputed_of(layer: nn.Module, products: list[Product], checkpointing: str) -> float:
     """Return what a token costs again in backward.
 
     Non-reentrant checkpointing stops as soon as it has all that backward needs; the output of a layer's last product
@@ -141,7 +144,7 @@ def _behind(layer: nn.Module, last: Product) -> bool:
     return norm or any(isinstance(module, nn.Dropout) and module.p > 0 for module in after)
 
 
-def _checkpointing(layer: nn.Module, decoder: nn.Module) -> str:
+def checkpointing_of(layer: nn.Module, decoder: nn.Module) -> str:
     """Return how a layer is checkpointed: ``reentrant``, ``non-reentrant``, or not (empty)."""
     for module in (layer, decoder):
         if getattr(module, "gradient_checkpointing", False):
@@ -160,7 +163,7 @@ def _is_reentrant(function: Any) -> bool:
     return _is_reentrant(inner[0]) if inner else True
 
 
-def _products(root: nn.Module, config: Any) -> Iterator[Product]:
+def matrix_products(root: nn.Module, config: Any) -> Iterator[Product]:
     """Yield the matrix products of a module in the order in which it registers them."""
     for path, module, weight in weights_in_use(root):
         if weight.dim() >= 2 and not path.endswith("bias") and not isinstance(module, nn.Embedding):
@@ -226,7 +229,7 @@ class Pair(NamedTuple):
     span: Span
 
 
-def _attention(layer: nn.Module, index: int, config: Any) -> Pair:
+def pair_of(layer: nn.Module, index: int, config: Any) -> Pair:
     """Return what a (query, key) pair costs in a layer.
 
     A head takes the product of query and key (qk dimension) and adds the value, weighted (v dimension).
@@ -279,7 +282,7 @@ def _input_needs_gradient(base: Any, layers: nn.ModuleList) -> bool:
     """
     if getattr(base, "_require_grads_hook", None) is not None:
         return True
-    behind = {id(weight) for weight in layers.parameters()}
+    behind = {id(weight) for weight in layers.parameters()} | _of_extra_heads(base)
     embeddings = base.get_input_embeddings()
     tied = {id(weight) for weight in embeddings.parameters()} if isinstance(embeddings, nn.Module) else set()
     behind |= {id(weight) for _, head in _head_modules(base) for weight in head.parameters()} - tied
@@ -289,7 +292,7 @@ def _input_needs_gradient(base: Any, layers: nn.ModuleList) -> bool:
 def _around(decoder: nn.Module, layers: nn.ModuleList, config: Any, below: bool) -> list[Part]:
     """Return the parts of a decoder's products outside its layers: projections of the embeddings."""
     inside = {id(weight) for weight in layers.parameters()}
-    outside = [product for product in _products(decoder, config) if id(product.weight) not in inside]
+    outside = [product for product in matrix_products(decoder, config) if id(product.weight) not in inside]
     return [
         Part(name, cost, cost * (below and weight.requires_grad), cost * weight.requires_grad)
         for name, _, weight, cost, _ in outside
@@ -300,9 +303,9 @@ def _heads(base: Any, decoder: nn.Module, config: Any, below: bool, recomputed: 
     """Return the parts of the linear layers that follow the decoder, as a rule the language model's head."""
     norms = any(weight.requires_grad for name, weight in decoder.named_parameters() if "norm" in name)
     return [
-        Part(name, cost, cost * (below or norms), cost * weight.requires_grad, cost if recomputed else 0.0)
+        Part(name, cost, cost * (below or norms), cost * weight.requires_grad, cost if recomputed else 0.0, per=TARGETS)
         for name, head in _head_modules(base)
-        for _, _, weight, cost, _ in _products(head, config)
+        for _, _, weight, cost, _ in matrix_products(head, config)
     ]
 
 
@@ -315,10 +318,16 @@ def _head_modules(base: Any) -> list[tuple[str, nn.Module]]:
 
 def _left_out(base: Any, decoder: nn.Module) -> str:
     """Return the names of what stands beside decoder and head with weights of its own: a vision tower, a projector."""
-    counted = {id(weight) for weight in decoder.parameters()}
+    counted = {id(weight) for weight in decoder.parameters()} | _of_extra_heads(base)
     counted |= {id(weight) for _, head in _head_modules(base) for weight in head.parameters()}
     names: dict[str, None] = {}
     for name, weight in base.named_parameters():
         if id(weight) not in counted and weight.dim() > 1:
             names[name.removeprefix(f"{base.base_model_prefix}.").split(".")[0]] = None
     return ", ".join(names)
+
+
+def _of_extra_heads(base: Any) -> set[int]:
+    """Return the ids of the weights that :mod:`torchturbo.observe.objectives` counts."""
+    heads = extra_heads(base)
+    return set() if heads is None else {id(weight) for weight in heads.parameters()}

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from torchturbo.logging import get_logger
 from torchturbo.observe.clock import Clock
-from torchturbo.observe.flops import Flops
-from torchturbo.observe.matmuls import Uncountable, count
+from torchturbo.observe.flops import Beside, Flops, Span
+from torchturbo.observe.matmuls import Uncountable
+from torchturbo.observe.objectives import Sizes, count, sizes
 from torchturbo.observe.peaks import Peak, choose
-from torchturbo.observe.tokens import tally
+from torchturbo.observe.tokens import doubled, drafted, tally
 from torchturbo.plugins.contract import Plugin
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torchturbo.plugins.contract import Run
 
 TERA = 1e12
+BESIDE = 4
+"""Counts of a batch beside its tokens, their squared lengths and the pairs of each span."""
 log = get_logger(__name__)
 
 
@@ -52,6 +55,7 @@ class Meter(Plugin):
 
     def _forget(self) -> None:
         self._ready = False
+        self._sizes = Sizes()
         self._counted_loss = False
         self._total: Tensor | None = None  # of the finished steps since the last log, over all ranks
         self._step: Tensor | None = None
@@ -61,14 +65,29 @@ class Meter(Plugin):
         if not self._ready:
             self._prepare(run)
         self.clock.start()
-        spans = self.flops.spans if self.flops is not None else ()
-        step = torch.zeros(2 + len(spans), dtype=torch.int64, device=run.runtime.device_type)
+        step = torch.zeros(len(self._spans) + 2 + BESIDE, dtype=torch.int64, device=run.runtime.device_type)
         for batch in micro_batches:
-            if (counts := tally(batch, spans)) is not None:
+            if (counts := self._counted(batch)) is not None:
                 step += counts.to(step.device)
         if run.world_size > 1:
             dist.all_reduce(step)
         self._step = step // run.config.parallel_plan.sp_size  # a sequence-parallel group's ranks count the same rows
+
+    @property
+    def _spans(self) -> tuple[Span, ...]:
+        return self.flops.spans if self.flops is not None else ()
+
+    def _counted(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return tokens, squared lengths, pairs of each span, targets, and a draft's slots and their two kinds of pairs."""
+        sizes = self._sizes
+        if sizes.block:
+            found = doubled(batch, self._spans, sizes.block)
+        elif (found := tally(batch, self._spans)) is not None:
+            found = torch.cat([found, found[:1]])
+        if found is None:
+            return None
+        slots = drafted(batch, sizes.anchors, sizes.slots) if sizes.anchors else None
+        return torch.cat([found, found.new_zeros(3) if slots is None else slots])
 
     def step_end(self, run: Run) -> None:
         """Add a finished step."""
@@ -77,7 +96,9 @@ class Meter(Plugin):
             self._step = None
         if self.flops is not None and not self._counted_loss:
             self._counted_loss = True
-            self.flops = count(run.model)  # a chunked loss knows once it has run whether it computes the head again
+            self.flops = count(
+                run.model, run.config
+            )  # a chunked loss knows once it has run whether it computes the head again
 
     def paused(self, run: Run) -> None:
         """Evaluating and saving are no training."""
@@ -96,7 +117,8 @@ class Meter(Plugin):
         """Add the figures since the last log."""
         if self._total is None:
             return
-        tokens, squared, *pairs = self._total.tolist()  # waits for the device, so the time below is the whole time
+        # Waits for the device, so the time below is the whole time.
+        tokens, squared, *pairs, targets, slots, slot_squared, slot_pairs = self._total.tolist()
         self._total = None
         seconds = self.clock.lap()
         if seconds <= 0:
@@ -104,22 +126,25 @@ class Meter(Plugin):
         metrics["tokens_per_second"] = tokens / seconds
         if self.flops is None or self.peak is None:
             return
+        computed = 2 * targets if self._sizes.block else tokens
+        beside = Beside(targets, slots, slot_squared, slot_pairs)
         possible = self.peak.tflops * TERA * run.world_size * seconds
-        metrics["mfu"] = self.flops.model(tokens, squared) / possible
+        metrics["mfu"] = self.flops.model(computed, squared, beside) / possible
         by_span = dict(zip(self.flops.spans, pairs, strict=True))
-        metrics["mfu_causal"] = self.flops.causal(tokens, by_span) / possible
-        metrics["hfu"] = self.flops.hardware(tokens, squared) / possible
+        metrics["mfu_causal"] = self.flops.causal(computed, by_span, beside) / possible
+        metrics["hfu"] = self.flops.hardware(computed, squared, beside) / possible
 
     def _prepare(self, run: Run) -> None:
         """Choose the peak and count the model, which is as it will be trained by now; say once what that rests on."""
         self._ready = True
+        self._sizes = sizes(run.model, run.config)
         runtime = run.runtime
         choice = choose(self.card, runtime.device_name(), runtime.default_card)
         if choice.peak is None:
             log.info_rank0("%s", choice.why)
             return
         try:
-            flops = count(run.model)
+            flops = count(run.model, run.config)
         except Uncountable as reason:
             log.warning_rank0("no MFU: %s; tokens/s are logged", reason)
             return

@@ -6,13 +6,25 @@ Everything is tensor arithmetic on the batch's own device, so that counting wait
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchturbo.objectives.dspark.anchors import Sequences, candidates
 from torchturbo.objectives.normalise import IGNORE_INDEX
 from torchturbo.observe.flops import Span
+
+
+class _Layout(NamedTuple):
+    """Where documents and padding of a micro-batch are, each [B, T]."""
+
+    real: Tensor
+    """Whether a token is no padding."""
+    seen: Tensor
+    """Keys that a full causal mask lets a token see: how many tokens of its document there are up to it; 0 for padding."""
+    ends: Tensor
+    """Whether a token is the last one of its document."""
 
 
 def tally(batch: Mapping[str, Any], spans: Sequence[Span] = ()) -> Tensor | None:
@@ -22,6 +34,49 @@ def tally(batch: Mapping[str, Any], spans: Sequence[Span] = ()) -> Tensor | None
     a causal mask of that span lets through. A row is one document unless its ``position_ids`` start anew or its
     ``attention_mask`` changes (which also holds where the mask numbers the documents of a packed row).
     """
+    layout = _layout(batch)
+    if layout is None:
+        return None
+    tokens, full = layout.real.sum(), layout.seen.sum()
+    # L (L + 1) / 2 pairs of a document are L^2 = 2 pairs - L in a full mask
+    return torch.stack([tokens, 2 * full - tokens, *(_pairs(layout.seen, full, span) for span in spans)])
+
+
+def doubled(batch: Mapping[str, Any], spans: Sequence[Span], block: int) -> Tensor | None:
+    """Return the same counts for a batch of which block diffusion will make a doubled one, and one more, its targets.
+
+    A document of L tokens is filled up to L' in whole blocks, and runs as 2 L' tokens, each of which could see all; the
+    mask lets L' (L' + block) pairs through. Targets are L', its noisy half. The first count stays the tokens of the
+    batch as it is.
+    """
+    layout = _layout(batch)
+    if layout is None:
+        return None
+    lengths = (layout.seen * layout.ends + block - 1) // block * block
+    pairs = (lengths * (lengths + block)).sum()
+    return torch.stack([layout.real.sum(), 4 * (lengths**2).sum(), *(pairs for _ in spans), lengths.sum()])
+
+
+def drafted(batch: Mapping[str, Any], anchors: int, slots: int) -> Tensor | None:
+    """Return the slots of a draft in a micro-batch, and pairs of them and what they could see, and do see: int64 [3].
+
+    Blocks of ``slots`` slots begin behind at most ``anchors`` tokens of a row. Beside them lie the row's tokens and all
+    of its slots; a slot sees the tokens before its anchor, of which the mean over all that can be one counts, and its own
+    block.
+    """
+    layout = _layout(batch)
+    if layout is None or "input_ids" not in batch:
+        return None
+    possible = candidates(Sequences.of(batch)) & layout.real
+    found = possible.sum(1)
+    kept = found.clamp(max=anchors)
+    own = kept * slots
+    before = ((layout.seen - 1) * possible).sum(1)
+    sees = slots * kept * before // found.clamp(min=1)
+    return torch.stack([own.sum(), (own * (layout.real.sum(1) + own)).sum(), (sees + own * slots).sum()])
+
+
+def _layout(batch: Mapping[str, Any]) -> _Layout | None:
     ids = batch.get("input_ids")
     shape = ids if isinstance(ids, Tensor) else batch.get("inputs_embeds")
     if not isinstance(shape, Tensor) or shape.dim() < 2:
@@ -37,10 +92,9 @@ def tally(batch: Mapping[str, Any], spans: Sequence[Span] = ()) -> Tensor | None
         starts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
     start = torch.where(starts, index, 0).cummax(dim=1).values
     real = mask > 0 if mask is not None else ~_padding(ids, batch.get("labels"), index >= start[:, -1:])
-    seen = (index - start + 1) * real  # keys that a full causal mask lets a token see; 0 for padding
-    tokens, full = real.sum(), seen.sum()
-    # L (L + 1) / 2 pairs of a document are L^2 = 2 pairs - L in a full mask
-    return torch.stack([tokens, 2 * full - tokens, *(_pairs(seen, full, span) for span in spans)])
+    ends = torch.ones_like(starts)
+    ends[:, :-1] = starts[:, 1:]
+    return _Layout(real, (index - start + 1) * real, ends)
 
 
 def _pairs(seen: Tensor, full: Tensor, span: Span) -> Tensor:

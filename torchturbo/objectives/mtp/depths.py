@@ -64,11 +64,11 @@ class Depths(SerialHeads):
         super().__init__()
         decoder = base.get_decoder()
         config, own = decoder.config, 1 if shared else heads
-        self.depths, self._pattern_layer = heads, layer_of(config)
-        kind = type(decoder.layers[self._pattern_layer])
+        self.depths, self.pattern_layer = heads, layer_of(config)
+        kind = type(decoder.layers[self.pattern_layer])
         self.joins = nn.ModuleList(Join(decoder.norm, config.hidden_size) for _ in range(own))
         # The index of a layer decides its kind of attention, and between dense and experts.
-        self.layers = nn.ModuleList(kind(config, self._pattern_layer) for _ in range(heads))
+        self.layers = nn.ModuleList(kind(config, self.pattern_layer) for _ in range(heads))
         self.norms = nn.ModuleList(like(decoder.norm, config.hidden_size) for _ in range(own))
         joins = [f"joins.{at}" if own == heads else "" for at in range(heads)]
         self.units = tuple(name for at in range(heads) for name in (joins[at], f"layers.{at}") if name)
@@ -76,7 +76,7 @@ class Depths(SerialHeads):
     def watched(self, base: Any) -> dict[str, nn.Module]:
         """Return the layer whose arguments the heads' layers get, and the final norm, whose output depth 1 gets."""
         decoder = base.get_decoder()
-        return {"layer": decoder.layers[self._pattern_layer], "norm": decoder.norm}
+        return {"layer": decoder.layers[self.pattern_layer], "norm": decoder.norm}
 
     def first(self, calls: Mapping[str, Call]) -> Tensor:
         """Return what the model's own head gets, [B, S, H]."""
