@@ -115,7 +115,7 @@ def fast(made: Any, window: Sequence[Mapping[str, Tensor]], weight: float) -> Fo
         with normaliser.applied():
             losses = [made(**batch, use_cache=False).loss for batch in window]
         total = torch.stack(losses).sum()
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]
         metrics = normaliser.term_metrics(1, torch.device("cpu"))
     return Found(total.detach(), tuple(metrics.values()), _gradients(made))
 
@@ -131,7 +131,8 @@ def slow(made: Any, window: Sequence[Mapping[str, Tensor]], weight: float) -> Fo
     """Compute the same by loops over documents and positions, with own calls of every layer and a plain softmax."""
     made.zero_grad()
     depths = made.mtp.depths
-    main, ahead = [], [[] for _ in range(depths)]
+    main: list[Tensor] = []
+    ahead: list[list[Tensor]] = [[] for _ in range(depths)]
     for batch in window:
         for hidden, ids, labels in _documents(made, batch):
             main += _losses(made, hidden, labels, 1)
@@ -140,7 +141,7 @@ def slow(made: Any, window: Sequence[Mapping[str, Tensor]], weight: float) -> Fo
                 ahead[k - 1] += _losses(made, hidden, labels, k + 1)
     means = [torch.stack(losses).mean() for losses in ahead]
     total = torch.stack(main).mean() + weight * torch.stack(means).sum()
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]
     return Found(total.detach(), tuple(float(mean.detach()) for mean in means), _gradients(made))
 
 

@@ -50,16 +50,16 @@ def test_shifted_labels_go_on_from_the_first_shift() -> None:
     assert targets(batch, 4) == [IGNORED] * 4
 
 
+NUMBERS = torch.tensor([1, 1, 1, 2, 2, 2, 2])
+SEEN = (NUMBERS[:, None] == NUMBERS).tril()
 PACKED: dict[str, dict[str, Tensor]] = {
     "position_ids": {"position_ids": row(0, 1, 2, 0, 1, 2, 3)},
     "position_ids of four axes": {"position_ids": row(0, 1, 2, 0, 1, 2, 3).expand(4, 1, 7)},
     "seq_idx": {"seq_idx": row(0, 0, 0, 1, 1, 1, 1)},
     "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 3, 7], dtype=torch.int32)},
     "numbered attention_mask": {"attention_mask": row(1, 1, 1, 2, 2, 2, 2)},
-    "bool mask": {"attention_mask": torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().bool()[None, None]},
-    "added mask": {
-        "attention_mask": torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().sub(1).mul(1e9)[None, None]
-    },
+    "bool mask": {"attention_mask": SEEN[None, None]},
+    "added mask": {"attention_mask": SEEN.float().sub(1).mul(1e9)[None, None]},
 }
 
 

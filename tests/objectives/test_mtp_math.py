@@ -62,7 +62,7 @@ def _mean_gradient(model: Any, batch: dict[str, Tensor], depth: int) -> Tensor:
     hidden = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
     for k in range(1, depth + 1):
         hidden = tiny_mtp._depth(model, k, hidden, ids)
-    functional.cross_entropy(model.lm_head(hidden[:-1]), ids[depth + 1 :]).backward()
+    functional.cross_entropy(model.lm_head(hidden[:-1]), ids[depth + 1 :]).backward()  # type: ignore[no-untyped-call]
     gradient: Tensor = model.mtp.norms[depth - 1].weight.grad
     return gradient
 
@@ -126,7 +126,7 @@ def test_weight_zero_gives_the_gradients_of_the_main_loss_alone() -> None:
     found = tiny_mtp.fast(model, window, 0.0)
     targets = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in window)
     loss = torch.stack([plain(**batch, use_cache=False, num_items_in_batch=targets).loss for batch in window]).sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
 
     assert found.gradients.keys() == dict(plain.named_parameters()).keys()
     assert float(loss) == pytest.approx(float(found.loss), rel=1e-6)

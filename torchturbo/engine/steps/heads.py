@@ -17,6 +17,7 @@ from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.heads import ExtraHeads, attach, detach
+from torchturbo.objectives.mtp.families import FAMILIES
 from torchturbo.objectives.planned import Planned
 
 if TYPE_CHECKING:
@@ -49,7 +50,12 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if not config.mtp.enabled:
         return []
     base: Any = base_model(model)
-    place = config.origin(KEY).place
+    place, kind = config.origin(KEY).place, type(base).__name__
+    if not hasattr(base, "config"):
+        return [
+            Problem(place, KEY, f"{kind} is no Transformers model, whose layers heads could be like", "set it to false")
+        ]
+    kind += f" ({base.config.model_type})"
     if base is not model or getattr(base, "_hf_peft_config_loaded", False):
         message = "adapters are saved without the model, and the heads would be lost"
         return [Problem(place, KEY, message, "train the whole model, or set it to false")]
@@ -60,7 +66,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
         return [Problem(place, KEY, message, "make the model anew")]
     planned = _planned(base, _stored(base, context))
     if planned.build is None:
-        message = f"{type(base).__name__} ({base.config.model_type}) has no {planned.kind}: {planned.obstacle}"
+        message = f"{kind} has no {planned.kind}: {planned.obstacle}"
         return [Problem(place, KEY, message, f"{planned.remedy}, or set it to false")]
     problems = []
     for path, reason in ((SP_SIZE, planned.sequence), (EP_SIZE, planned.experts)):
@@ -89,7 +95,8 @@ def _planned(base: Any, stored: frozenset[str] | None) -> Planned:
         found: Planned | None = getattr(import_module(module), name)(base, stored)
         if found is not None:
             return found
-    return Planned("extra heads", obstacle="none are known for this kind of model", remedy="use one that has some")
+    known = ", ".join(family.name for family in FAMILIES if not family.refused)
+    return Planned("extra heads", obstacle="none are known for this kind of model", remedy=f"use one of {known}")
 
 
 def _source(base: Any, context: Context) -> WeightSource | None:

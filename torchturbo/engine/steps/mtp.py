@@ -55,7 +55,8 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if not config.mtp.enabled or computes_causal_cross_entropy(base):
         return []
     message = f"{type(base).__name__} computes a loss of its own, which takes no further term"
-    return [Problem(config.origin(ENABLED).place, ENABLED, message, "use a causal language model, or set it to false")]
+    remedy = "train the language model alone (AutoModelForCausalLM), or set it to false"
+    return [Problem(config.origin(ENABLED).place, ENABLED, message, remedy)]
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:

@@ -59,8 +59,6 @@ class MultiTokenPrediction:
         self.base, self.heads = base, heads
         self.taps = Taps(model, base)
         self._calls = {name: self.taps.watch(module) for name, module in heads.watched(base).items()}
-        decoder: Any = base.get_decoder()  # type: ignore[operator]
-        self._decoder = self.taps.watch(decoder)
         self._at: _Forward | None = None
 
     def terms(self, coefficient: float) -> list[Term]:
@@ -95,9 +93,6 @@ class MultiTokenPrediction:
         """Return the embeddings [B, S, H] of this rank's tokens, each ``depth`` places further."""
         if given.get("input_ids") is None:
             return _part(labels.shifted(given["inputs_embeds"], depth, inside), shared)
-        merged = self._decoder.kwargs.get("inputs_embeds")
-        if merged is not None:  # a multi-modal model puts images in place of some of its tokens
-            return labels.shifted(merged, depth, inside.to(merged.device))
         embeddings: Any = self.base.get_input_embeddings()  # type: ignore[operator]
         embedded: Tensor = embeddings(_part(labels.tokens(given, depth, inside), shared))
         return embedded
