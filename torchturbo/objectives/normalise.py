@@ -293,6 +293,8 @@ class Normaliser:
             return output
         return (total, *output[1:])
 
+    # A term reads what hooks have noted, and its shapes follow the data: it stays out of compiled graphs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _with_term(self, loss: Tensor, term: Term, output: Any, batch: Mapping[str, Any]) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and term.coefficient != 0):
             value = term.value(output, batch)

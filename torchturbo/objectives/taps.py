@@ -96,6 +96,8 @@ class _Hook:
     def __init__(self, taps: Taps | None = None, name: str = "") -> None:
         self._taps, self._name = taps, name
 
+    # A traced hook would note parts of the graph: it stays out of compiled graphs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *given: Any) -> None:
         if self._taps is not None:
             getattr(self._taps, self._name)(*given)
@@ -110,6 +112,8 @@ class _Watch:
     def __init__(self, taps: Taps | None = None, call: Call | None = None, name: str = "") -> None:
         self._taps, self._call, self._name = taps, call, name
 
+    # A traced hook would note parts of the graph: it stays out of compiled graphs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         if self._taps is None or self._call is None or not self._taps.open:
             return

@@ -102,6 +102,8 @@ class _Before:
     def __init__(self, diffusion: BlockDiffusion | None = None) -> None:
         self.diffusion = diffusion
 
+    # A mask is made once a batch, by a rule that is no part of the model: it stays out of compiled graphs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.diffusion is None:
             return None
