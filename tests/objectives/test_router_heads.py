@@ -58,6 +58,19 @@ def test_heads_for_multi_token_prediction(kind: str, score: str) -> None:
     assert (found.gradients[gate] - without.gradients[gate]).norm() > 1e-3
 
 
+def test_heads_that_are_recomputed() -> None:
+    """Both kinds of checkpointing: two depths, whose gradients come together with the model's."""
+    steps = []
+    for checkpointing in ({"enabled": False}, {"enabled": True}, {"enabled": True, "use_reentrant": True}):
+        model = mtp_models.model("deepseek_v3", num_nextn_predict_layers=2)
+        engine = parity.prepared(model, parity.config(moe=MOE, activation_checkpointing=checkpointing, **MTP))
+        steps.append(parity.step(engine, model, [mtp_models.batch((9, 6)), mtp_models.batch((5, 5))]))
+
+    assert step.INSTALLED[model].layers == 3
+    for found in steps[1:]:
+        parity.assert_equal(found, steps[0])
+
+
 def test_heads_that_only_run_to_be_logged() -> None:
     """With weight 0 they are out of training, and train nothing before them either."""
     model = mtp_models.model("deepseek_v3")

@@ -207,6 +207,40 @@ def test_a_model_without_routers_is_refused() -> None:
     ]
 
 
+def test_models_whose_loss_takes_no_term() -> None:
+    """The model's own function says what its loss is."""
+    model = mixtures.build("mixtral")
+    model.loss_function = lambda **kwargs: torch.zeros(())
+    found = problems(model, moe={"z_loss_coeff": 0.1})
+
+    assert any(
+        "MixtralForCausalLM computes a loss of its own, which takes no further term; set it to 0" in one
+        for one in found
+    )
+
+
+def test_prompts_of_peft_are_refused() -> None:
+    """Routers would see more tokens than the batch has."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(mixtures.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+    assert problems(model, moe={"z_loss_coeff": 0.1}) == [
+        "parity.json: moe.z_loss_coeff: PEFT puts a prompt before each sequence, of which a batch's mask does not tell;"
+        " use LoRA"
+    ]
+
+
+def test_routers_that_look_experts_up() -> None:
+    """DeepSeek-V4's first layers have nothing to balance; a model of nothing else is refused."""
+    model = mixtures.build("deepseek_v4", mlp_layer_types=["hash_moe", "hash_moe"])
+
+    assert problems(model, moe={"aux_loss_coeff": 0.1}) == [
+        "parity.json: moe.aux_loss_coeff: the routers of DeepseekV4ForCausalLM look experts up by the token: there is"
+        " nothing to balance; set it to 0"
+    ]
+    assert ["model.layers.0.mlp.gate"] == find_routers(mixtures.build("deepseek_v4")).hashed
+
+
 def test_scores_of_the_table() -> None:
     """A name of a score, or an attribute that has it."""
     assert {row.score for row in ROUTERS} == {*SCORES, HASH, "expert_selection_fn", "score_fn"} - {"sqrtsoftplus"}

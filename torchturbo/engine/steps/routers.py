@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -40,16 +40,18 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if not keys:
         return []
     base = base_model(model)
-    obstacles = _obstacles(base)
+    obstacles = _obstacles(model, base)
     problems = [Problem(config.origin(key).place, key, *found) for key in keys for found in obstacles]
     return problems + ([] if obstacles else _reentrant_problems(base, config))
 
 
-def _obstacles(base: nn.Module) -> list[tuple[str, str]]:
+def _obstacles(model: Any, base: nn.Module) -> list[tuple[str, str]]:
     """Return what is wrong and the remedy, for each thing."""
     kind = type(base).__name__
     if not computes_causal_cross_entropy(base):
         return [(f"{kind} computes a loss of its own, which takes no further term", "set it to 0")]
+    if any(getattr(peft, "is_prompt_learning", False) for peft in getattr(model, "peft_config", {}).values()):
+        return [("PEFT puts a prompt before each sequence, of which a batch's mask does not tell", "use LoRA")]
     routers = find_routers(base)
     remedy = "set it to 0, or register the router in a plugin (torchturbo.objectives.routers.register)"
     if routers.unknown:
