@@ -108,15 +108,15 @@ def published_names() -> list[str]:
     return sorted(names)
 
 
-def model(**changes: Any) -> Any:
-    """Return a random model whose routers and norms have decided opinions."""
+def model(spread: float = 0.2, **changes: Any) -> Any:
+    """Return a random model whose routers and norms have decided opinions; its weights have that deviation."""
     made = tiny.model(KIND, **(SIZES | changes))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
             if "inv_freq" not in name:
                 middle = 1.0 if "norm" in name else 0.0
-                tensor.copy_(middle + 0.2 * torch.randn(tensor.shape, generator=generator))
+                tensor.copy_(middle + spread * torch.randn(tensor.shape, generator=generator))
     return made
 
 
