@@ -178,7 +178,7 @@ def expected(
     copied: Any = copy.deepcopy(target)
     copied.zero_grad()
     found = [oracle(copied, batch, drawn(batch, most), OFFICIAL | official) for batch in window]
-    loss = sum(one.numerator for one in found) / sum(one.denominator for one in found)
+    loss = torch.stack([one.numerator for one in found]).sum() / sum(one.denominator for one in found)
     loss.backward()
     gradients = {name: one.grad for name, one in copied.named_parameters() if one.grad is not None}
     return {"loss": loss.detach(), **gradients}

@@ -14,6 +14,8 @@ from ranks import run_ranks
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": {"enabled": True}}
 REENTRANT: dict[str, Any] = {"activation_checkpointing": {"enabled": True, "use_reentrant": True}}
 CHUNKED: dict[str, Any] = {"loss_chunk": {"enabled": True, "chunk_size": 5}}
+UNEVEN = {"num_attention_heads": 3, "num_key_value_heads": 1}
+"""A draft attends to whole rows on every rank: its heads need not divide."""
 SMOOTH: dict[str, Any] = {"initializer_range": 0.05}
 """Weights with which float32 keeps the target's own small gradients to 2e-6."""
 FROZEN: dict[str, Any] = {"freeze_policy": {"language_model": True}}
@@ -65,7 +67,7 @@ def test_two_ranks() -> None:
         ({}, "plain", {}),
         (CHECKPOINTED | CHUNKED, "packed", {"kind": "llama"}),
         (REENTRANT | FROZEN, "plain", {"tie_word_embeddings": True}),
-        (shared(2), "plain", {"tie_word_embeddings": True}),
+        (shared(2), "plain", {"tie_word_embeddings": True, "spec": UNEVEN}),
         (shared(2) | REENTRANT | CHUNKED, "packed", {}),
     ]
     run_ranks(2, on_ranks, 2, cases)

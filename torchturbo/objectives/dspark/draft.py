@@ -35,15 +35,16 @@ from torchturbo.objectives.dspark.visibility import Visibility
 Rotary = tuple[Tensor, Tensor]
 
 
-class DraftLayer(Qwen3DecoderLayer):
+class DraftLayer(Qwen3DecoderLayer):  # type: ignore[misc]  # mypy takes Transformers' decorators for Any
     """A Qwen3 layer for blocks that see a context."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         # Not the model's: whatever switches the target's attention must leave a draft's alone, whose masks differ.
-        self.self_attn.config = SimpleNamespace(_attn_implementation="sdpa")
+        attention: Any = self.self_attn
+        attention.config = SimpleNamespace(_attn_implementation="sdpa")
 
-    def forward(  # type: ignore[override]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, slots: Tensor, context: Tensor, mask: Any, implementation: str, rotary: Rotary, context_rotary: Rotary
     ) -> Tensor:
         """Return the states [B, A*K, H] of the slots.

@@ -1,0 +1,79 @@
+"""A draft in a run: resumed, in half precision, told of where it can't run, and beside sequence parallelism."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import dspark_models
+import parity
+import pytest
+import tiny
+import torch
+from transformers import TrainingArguments
+
+from torchturbo.adapters.hf_trainer import TurboTrainer
+from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
+from torchturbo.train.batches import Collator
+from torchturbo.train.examples import Examples
+
+
+def run(folder: Path, resume: bool = False) -> Any:
+    """Train for three steps of two micro-batches of one row each, and return the trainer."""
+    words = ["--tt_enable_mtp", "--tt_dspark_num_anchors", "2", "--tt_gbs", "2"]
+    set_torchturbo_args(parse_torchturbo_args(words)[0])
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=1, max_steps=3, logging_steps=1, use_cpu=True, save_strategy="steps",
+        save_steps=1, report_to="none", disable_tqdm=True, learning_rate=1e-2,
+    )  # fmt: skip
+    ids = torch.randint(3, 320, (8, 10), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = Examples([{"input_ids": row, "labels": row} for row in ids])
+    trainer = TurboTrainer(model=dspark_models.model(), args=args, train_dataset=rows, data_collator=Collator(0))
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def test_a_resumed_run_draws_the_same_anchors(tmp_path: Path) -> None:
+    """Bit for bit, with fewer anchors than candidates and micro-batches that are accumulated."""
+    whole = run(tmp_path)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+
+    torch.manual_seed(99)
+    resumed = run(tmp_path, resume=True)
+
+    ends = [dict(trainer.model.named_parameters()) for trainer in (whole, resumed)]
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name, one in ends[0].items() if not torch.equal(one, ends[1][name])] == []
+    losses = [[log["dspark_loss"] for log in one.state.log_history if "dspark_loss" in log] for one in (whole, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_half_precision_is_near() -> None:
+    window = parity.batches(2)
+    steps = []
+    for precision in ("fp32", "bf16"):
+        model = dspark_models.model(initializer_range=0.05)
+        engine = parity.prepared(model, dspark_models.settings(mixed_precision=precision))
+        steps.append(parity.step(engine, model, window))
+    assert steps[0].loss == pytest.approx(steps[1].loss, rel=2e-2)
+    for name in ("mtp.fc.weight", "mtp.layers.1.self_attn.k_proj.weight", "mtp.markov_head.markov_w2.weight"):
+        one, two = (step.gradients[name].float() for step in steps)
+        assert float((one - two).norm() / one.norm()) < 5e-2, name
+
+
+@pytest.mark.parametrize("said", [True, None])
+def test_what_cannot_run_is_told_where_it_was_asked_for(said: bool | None, capfd: pytest.CaptureFixture[str]) -> None:
+    """The default asks for nothing: a model with serial heads trains those without a word."""
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.steps import dspark
+
+    asked = {} if said is None else {"dspark": {"enabled": said}}
+    settings = parity.config(mtp={"enabled": True}, **asked)
+    context = Context()
+
+    dspark.apply(tiny.model("qwen3"), settings, context)
+
+    told = capfd.readouterr().err
+    assert bool(said) == ("Qwen3ForCausalLM has no DSpark fields in its configuration" in told)
