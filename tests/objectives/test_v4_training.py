@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import parity
@@ -11,7 +12,9 @@ import torch
 import v4
 
 from torchturbo.engine.steps.heads import KEPT
+from torchturbo.objectives.dspark.anchors import Sequences, draw_blocks
 from torchturbo.objectives.dspark.deepseek_v4 import DeepseekV4Draft
+from torchturbo.objectives.dspark.visibility import Visibility
 from torchturbo.objectives.heads import extra_heads
 from torchturbo.objectives.mtp.deepseek_v4 import DeepseekV4Heads
 
@@ -47,6 +50,65 @@ def test_stages_train_themselves_alone() -> None:
     assert {} == {n: g for n, g in found.gradients.items() if n in heads and not g.abs().max() > 0}
     assert [] == [n for n, g in expected.gradients.items() if not torch.equal(g, found.gradients[n])]
     assert found.loss == pytest.approx(expected.loss + 0.5 * metrics(engine)["dspark_loss"], rel=1e-6)
+
+
+def drafted(model: Any, ids: torch.Tensor, anchor: int, labels: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [K, V] and confidences [K] of one block as inference makes them: from a prefix, token by token."""
+    draft, taps = model.mtp, []
+    handles = [
+        model.model.layers[at].register_forward_hook(lambda module, args, output: taps.append(output.mean(2)))
+        for at in v4.DSPARK["dspark_target_layer_ids"]
+    ]
+    model(input_ids=ids[:, :anchor])
+    for handle in handles:
+        handle.remove()
+    features = torch.cat([torch.cat(taps, -1), torch.full((1, 1, 3 * v4.HIDDEN), 1e6, dtype=torch.float64)], 1)
+    positions, size = torch.arange(anchor + 1)[None], draft.block_size
+    slots = (anchor + torch.arange(size)).view(1, 1, size)
+    one = torch.tensor([[anchor]])
+    visibility = Visibility(one, one.ge(0), torch.zeros_like(positions), positions, slots)
+    block = torch.tensor([[[int(ids[0, anchor]), *[draft.mask_token_id] * (size - 1)]]])
+    states = draft(features, model.model.embed_tokens(block), visibility)
+    logits, confidences, before = [], [], int(ids[0, anchor])
+    for slot in range(size):
+        known = draft.markov_head.markov_w1.weight[before]
+        logits.append(model.lm_head(states.head[0, 0, slot]) + draft.markov_head.markov_w2.weight @ known)
+        confidences.append(draft.confidence_head.proj.weight[0] @ torch.cat([states.confidence[0, 0, slot], known]))
+        before = labels[slot]
+    return torch.stack(logits), torch.stack(confidences)
+
+
+def test_the_loss_of_stages_is_that_of_drafting_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block at a time, of the prefix before its anchor alone, held to the three terms' formula.
+
+    The model's indexer takes all compressed keys here: with fewer it may choose otherwise among ties in a prefix.
+    """
+    model, engine = prepared(STAGES, index_topk=8, **v4.DSPARK)
+    v4.double(model)
+    batch = v4.batch(1, 12, 3)
+    with v4.in_double(monkeypatch):
+        parity.step(engine, model, [batch])
+        found = metrics(engine)["dspark_loss"]
+        engine.release(model)
+        model.mtp = KEPT[model].eval()
+        ids, most, size = batch["input_ids"], STAGES["dspark"]["num_anchors"], v4.DSPARK["dspark_block_size"]
+        blocks = draw_blocks(Sequences.of(batch), most, 0, 0, size=size, mask_token_id=63)
+        with torch.no_grad():
+            teacher = model(input_ids=ids).logits[0].softmax(-1)
+            total, weights = 0.0, 0.0
+            for anchor in blocks.anchors[0].tolist():
+                labels = ids[0, anchor + 1 : anchor + 1 + size].tolist()
+                logits, confidences = drafted(model, ids, anchor, [*labels, *[0] * size])
+                for slot, label in enumerate(labels):
+                    draft, weight = logits[slot].softmax(-1), math.exp(-slot / 4)
+                    distance = (draft - teacher[anchor + slot]).abs().sum()
+                    accepted, sure = 1 - distance / 2, confidences[slot].sigmoid()
+                    unsure = -(accepted * sure.log() + (1 - accepted) * (1 - sure).log())
+                    total += weight * float(0.1 * -draft[label].log() + 0.9 * distance + unsure)
+                    weights += weight
+
+    assert most == len(blocks.anchors[0])
+    assert found == pytest.approx(total / weights, rel=1e-6)
 
 
 def test_stages_with_a_weight_of_zero_are_logged_alone() -> None:
