@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torchturbo.models import register
 from torchturbo.optim.fused import Fused
 from torchturbo.optim.groups import layouts, matrices, parameter_groups, summary
 from torchturbo.optim.muon import orthogonalised
 
+register()
 SMALL = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": None,
@@ -40,6 +42,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Fused]]] = {
     "glm4_moe": (
         {"n_routed_experts": EXPERTS, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
         {"mlp.experts.gate_up_proj": GATE_UP},
+    ),
+    "llada2_moe": (
+        {"num_experts": EXPERTS, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+        {"mlp.experts.gate_up_proj": GATE_UP, "attention.query_key_value.weight": Fused(-2, 1, (32, 16, 16))},
     ),
     "gpt_oss": ({"num_local_experts": EXPERTS}, {"mlp.experts.gate_up_proj": Fused(-1, 48, (1, 1))}),
     "llama4_text": (

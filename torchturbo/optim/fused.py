@@ -85,6 +85,7 @@ LINEARS: tuple[tuple[str, str, Layout], ...] = (
     (r"GraniteMoe(Shared|Hybrid)MLP|GraniteMoe\w*MoE|JetMoeMoE", "input_linear", _halves),
     ("Phi3Attention|Phi4MultimodalAttention", "qkv_proj", _queries_then_keys_values),
     ("DbrxAttention", "Wqkv", _queries_then_keys_values),
+    ("LLaDA2MoeAttention", "query_key_value", _queries_then_keys_values),
     ("MptAttention", "Wqkv", _queries_keys_values),
     ("GPT2Attention", "c_attn", _column_thirds),
     ("GPTNeoXAttention|BloomAttention", "query_key_value", _head_by_head),

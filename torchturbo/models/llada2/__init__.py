@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-MODEL_TYPE = "llada2_moe"
-
 
 def register() -> None:
     """Make the family known to Transformers' Auto classes, unless it is; importing this package alone does not."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if MODEL_TYPE in CONFIG_MAPPING:
-        return
     from torchturbo.models.llada2.configuration import LLaDA2MoeConfig
+
+    if LLaDA2MoeConfig.model_type in CONFIG_MAPPING:
+        return
     from torchturbo.models.llada2.modeling import LLaDA2MoeModel, LLaDA2MoeModelLM
 
-    AutoConfig.register(MODEL_TYPE, LLaDA2MoeConfig)
+    AutoConfig.register(LLaDA2MoeConfig.model_type, LLaDA2MoeConfig)
     AutoModel.register(LLaDA2MoeConfig, LLaDA2MoeModel)
     AutoModelForCausalLM.register(LLaDA2MoeConfig, LLaDA2MoeModelLM)

@@ -16,8 +16,6 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from torchturbo.models.llada2 import MODEL_TYPE
-
 ONLY: dict[str, Any] = {
     "embedding_dropout": 0.0,
     "moe_router_enable_expert_bias": True,
@@ -63,7 +61,7 @@ class LLaDA2MoeConfig(PreTrainedConfig):  # type: ignore[misc]
 
     """
 
-    model_type = MODEL_TYPE
+    model_type = "llada2_moe"
     is_causal = False
     attribute_map = {"num_local_experts": "num_experts"}
 

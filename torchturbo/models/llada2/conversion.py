@@ -28,7 +28,7 @@ def conversions() -> list[Any]:
     ]
 
 
-def register(model_type: str) -> None:
+def register_conversions(model_type: str) -> None:
     """Have Transformers use the table for a model type, in loading and in saving; again does nothing."""
     if get_checkpoint_conversion_mapping(model_type) is None:
         register_checkpoint_conversion_mapping(model_type, conversions())

@@ -30,10 +30,10 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 from transformers.utils.generic import can_return_tuple, maybe_autocast, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from torchturbo.models.llada2 import MODEL_TYPE, conversion
 from torchturbo.models.llada2.configuration import LLaDA2MoeConfig
+from torchturbo.models.llada2.conversion import register_conversions
 
-conversion.register(MODEL_TYPE)
+register_conversions(LLaDA2MoeConfig.model_type)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
