@@ -87,3 +87,13 @@ def test_the_figures_of_the_router_losses(load: Callable[[str], Any]) -> None:
     pooled = float(router_losses.router_losses(both, valid.repeat(2)).aux)
     assert picture.balance(picture.pooled()) == pytest.approx(pooled, abs=1e-9)
     assert f"{found:.2f}" in picture.drawing() and f"{pooled:.2f}" in picture.drawing()
+
+
+def test_who_sees_whom_in_a_doubled_sequence(load: Callable[[str], Any]) -> None:
+    pytest.importorskip("torch")
+    mask = importlib.import_module("torchturbo.objectives.diffusion.mask")
+    picture = load("block_diffusion")
+    places = range(2 * picture.LENGTH)
+    drawn = [[picture.kind(query, key) is not None for key in places] for query in places]
+    assert drawn == [[mask.sees(query, key, picture.LENGTH, picture.BLOCK) for key in places] for query in places]
+    assert min(picture.MASKED) >= picture.PROMPT
