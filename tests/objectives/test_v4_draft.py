@@ -16,7 +16,7 @@ from torchturbo.objectives.dspark.visibility import Visibility
 
 LENGTH, SIZE, FEATURES = 12, 3, 3 * v4.HIDDEN
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])
-ANCHORS = torch.tensor([[1, 6, 9, 0]])
+ANCHORS = torch.tensor([[1, 6, 9, 5]])
 KEEP = torch.tensor([[True, True, True, False]])
 
 

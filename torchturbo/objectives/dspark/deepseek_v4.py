@@ -58,7 +58,7 @@ class StageAttention(DeepseekV4Attention):  # type: ignore[misc]  # untyped ther
     mask [A * K, S + A * K]. V4 has one head of keys, and so all heads of all slots are rows of one matrix product.
     """
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, context: Tensor, window: Window, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return what the slots [B, A * K, H] attend to in the context [B, S, H] and in their own block."""
@@ -96,9 +96,12 @@ class Stage(DeepseekV4DecoderLayer):  # type: ignore[misc]  # untyped there
         super().__init__(config, layer_idx)
         self.self_attn = StageAttention(config, layer_idx)
 
-    def forward(self, slots: Tensor, context: Tensor, **kwargs: Any) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, slots: Tensor, context: Tensor, **kwargs: Any
+    ) -> Tensor:
         """Return the streams [B, A * K, hc, H] of the slots; both tensors come by position, for reentrant checkpointing."""
-        left: Tensor = super().forward(slots, context=context, **kwargs)
+        given: Any = {"context": context, **kwargs}
+        left: Tensor = super().forward(slots, **given)
         return left
 
 

@@ -35,7 +35,9 @@ class Depth(DeepseekV4DecoderLayer):  # type: ignore[misc]  # untyped there
         self.e_proj, self.h_proj = (nn.Linear(size, size, bias=False) for _ in range(2))
         self.hc_head = DeepseekV4HyperHead(config).to(torch.float32)
 
-    def forward(self, state: Tensor, embedded: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: Tensor, embedded: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the streams [B, S, hc, H] for the next depth, and the hidden states [B, S, H] for the model's head.
 
         ``state`` [B, S, hc, H] and ``embedded`` [B, S, H] come by position: reentrant checkpointing sees no others.
