@@ -1,8 +1,8 @@
 """Which parameter is updated by Muon and which by AdamW: by what it is in the model, not by its number of dimensions.
 
-Muon takes the hidden matrices: weights of linear layers inside the model's layers, and stacks of experts. AdamW takes
-the rest: embeddings, head, norms, biases, routers, convolutions, and whatever else a family has. That is the choice of
-Keller Jordan (https://kellerjordan.github.io/posts/muon/) and of Moonlight (arXiv 2502.16982, section 2.3); routers are
+Muon takes the hidden matrices: weights of linear layers inside the model's layers and extra heads, and stacks of
+experts. AdamW takes the rest: embeddings, heads that make logits, norms, biases, routers, convolutions, and whatever
+else a family has. That is the choice of Keller Jordan (https://kellerjordan.github.io/posts/muon/) and of Moonlight (arXiv 2502.16982, section 2.3); routers are
 added because their rows are experts, not features. It looks at no weight: the model may be on the meta device.
 """
 
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchturbo.engine.model import base_model
+from torchturbo.objectives.heads import extra_heads
 from torchturbo.optim.fused import Fused, fused_experts, fused_linear, is_class
 
 ROUTERS = r"\w*Router\w*|\w*MoE\w*Gate|\w*TopKGating"
@@ -22,8 +24,8 @@ ROUTER_NAMES = ("gate", "router")
 """Names of a router that is a plain linear layer, beside ``experts``."""
 EXPERTS = r"\w*Experts|\w*NaiveMoe"
 """Classes that stack the weights of several experts, the second by their older name."""
-HEADS = ("lm_head",)
-"""Names of heads, wherever they are."""
+HEADS = ("lm_head", "markov_w2")
+"""Names of what makes logits, wherever it is: a model's head, and what a draft adds to it."""
 PARAMETER_ADAPTERS = "ParamWrapper"
 """PEFT's adapters of a plain parameter: their matrices stack those of several experts along the rank."""
 
@@ -46,6 +48,8 @@ class Matrix(NamedTuple):
 def matrices(model: nn.Module) -> list[Matrix]:
     """Return what Muon updates of a model, frozen or not, each parameter once."""
     layers = _layers(model)
+    if (heads := extra_heads(base_model(model))) is not None:
+        layers.add(id(heads))
     taken = {id(parameter) for parameter in _outer(model)}
     found = []
     for matrix in _visit(model, "", None, layers, False):
