@@ -17,6 +17,7 @@ from torchturbo.train.run import TrainResult, train
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
+OBSERVING = (GUIDES / "observing.md").read_text("utf-8").partition("{ #metrics }")[2].partition("\n## ")[0]
 SHORT = ["--use_cpu", "--save_strategy", "no", "--report_to", "none"]
 
 
