@@ -17,6 +17,8 @@ from tests.models import llada2_tiny as llada2
 from torchturbo.checkpoint.hf_export import export
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.models.llada2.modeling import LLaDA2MoeModel, LLaDA2MoeModelLM
+from torchturbo.train.arguments import ModelArguments
+from torchturbo.train.model import load_config, load_model, weight_source
 
 CODE = {"configuration_llada2_moe.py", "modeling_llada2_moe.py"}
 Published = tuple[Path, dict[str, Tensor]]
@@ -162,3 +164,16 @@ def test_tied_heads_stay_tied(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert again.lm_head.weight is again.model.word_embeddings.weight
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert "loss_type" not in caplog.text
+
+
+def test_ranks_read_their_share_where_published_code_is_trusted(published: Published) -> None:
+    """That code does not make the model; so nothing keeps ``torchturbo train`` from reading it by slices."""
+    arguments = ModelArguments(model_name_or_path=str(published[0]), trust_remote_code=True)
+    config = load_config(arguments)
+    source = weight_source(arguments, config)
+    model = load_model(arguments, config, source)
+
+    assert {"meta"} == {weight.device.type for weight in model.parameters()}
+    source.load(model)
+    held = llada2.apart(dict(model.state_dict()))
+    assert [] == [name for name, one in published[1].items() if not torch.equal(one.float(), held[name])]

@@ -219,13 +219,21 @@ def _unstreamed(arguments: ModelArguments, config: Any, source: WeightSource) ->
     """Return why a model's weights can't be read by slices; None where they can."""
     if not source.files:
         return "it has no safetensors files"
-    if arguments.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+    if arguments.trust_remote_code and _comes_with_code(config):
         return "its code is its own, which may compute with weights while it is built"
     if getattr(config, "quantization_config", None) is not None:
         return "it is quantised"
     if getattr(config, "transformers_weights", None) is not None:
         return "its configuration names a weight file of its own"
     return None
+
+
+def _comes_with_code(config: Any) -> bool:
+    """Return whether trusted code of a checkpoint's own makes its model: Transformers prefers a class of ours to it."""
+    kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    package = "" if kind is None else kind.__module__.partition(".")[0]
+    ours = package not in ("", "transformers", "transformers_modules")
+    return not ours and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
 def mismatches(arguments: ModelArguments, config: Any, source: WeightSource) -> list[Problem]:
