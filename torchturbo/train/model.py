@@ -291,8 +291,8 @@ def _heads_expected(config: Any) -> Iterator[None]:
     It would print a table of them. The step "extra heads" reads them where they are wanted.
     """
     kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    said = said_by(config)
-    if kind is None or said is None:
+    said = None if kind is None else said_by(config)
+    if said is None:
         yield
         return
     layers = int(config.get_text_config(decoder=True).num_hidden_layers)
