@@ -21,7 +21,9 @@ DSPARK: dict[str, Any] = {"mtp": {"enabled": True}, "dspark": {"num_anchors": 4,
 SERIAL: dict[str, Any] = {"num_nextn_predict_layers": 2}
 AGAIN, REENTRANT = {"enabled": True}, {"enabled": True, "use_reentrant": True}
 CHUNKS = {"enabled": True, "chunk_size": 5}
+WHOLE = "in one micro-batch"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    WHOLE: (1, {}),
     "recomputed": (1, {"activation_checkpointing": AGAIN}),
     "recomputed, reentrant": (1, {"activation_checkpointing": REENTRANT}),
     "in chunks": (1, {"loss_chunk": CHUNKS}),
@@ -48,7 +50,13 @@ def window() -> list[dict[str, Any]]:
     """Return four micro-batches with unequally many targets, the last without any."""
     batches = [v4.batch(2, 10, prompt, seed) for seed, prompt in ((5, 2), (6, 6), (7, 4), (8, 10))]
     batches[0]["position_ids"] = torch.tensor([[*range(7), *range(3)], [*range(4), *range(6)]])
+    for batch in batches[1:]:
+        batch["position_ids"] = torch.arange(10).expand(2, -1)
     return batches
+
+
+def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def hold(rank: int, changes: dict[str, Any], objective: dict[str, Any], cases: dict[str, Any]) -> None:
@@ -65,6 +73,7 @@ def hold(rank: int, changes: dict[str, Any], objective: dict[str, Any], cases: d
             config = parity.config(**objective, **settings)
             engine = parity.prepared(model, config, ranks, rank % ranks)
             share = parity.share(window(), ranks, config.parallel_plan.sp_size, rank % ranks)
+            share = [joined(share)] if name == WHOLE else share
             errors = parity.errors(parity.step(engine, model, share), expected)
             assert errors.pop("loss") <= parity.TOLERANCE, name  # which is added up in float32
             assert {} == {name: error for name, error in errors.items() if not error <= TOLERANCE}, name
