@@ -38,6 +38,15 @@ def test_the_example() -> None:
     assert blocks.positions[0, 0].tolist() == [2, 3, 4]
 
 
+def test_what_fills_up_never_counts() -> None:
+    """Not even where token 0, which it is made of, could be an anchor itself."""
+    row = sequences("1 1 0 1 1")
+    anchors, keep = draw(row, 4, 0, 0)
+
+    assert keep.sum() == 2
+    assert make_blocks(row, anchors, keep, 2, 99).valid.int().tolist() == [[[1, 0], [1, 0], [0, 0], [0, 0]]]
+
+
 def by_rule(batch: dict[str, Tensor], size: int) -> tuple[list[list[int]], dict[tuple[int, int], list[int]]]:
     """Return the candidates of each row, and which slots of their blocks count, token by token."""
     ids, labels = batch["input_ids"], batch["labels"]

@@ -11,10 +11,12 @@ import parity
 import pytest
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainingArguments
 
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
+from torchturbo.engine.steps.dspark import settings_of
 from torchturbo.train.batches import Collator
 from torchturbo.train.examples import Examples
 
@@ -77,3 +79,34 @@ def test_what_cannot_run_is_told_where_it_was_asked_for(said: bool | None, capfd
 
     told = capfd.readouterr().err
     assert bool(said) == ("Qwen3ForCausalLM has no DSpark fields in its configuration" in told)
+
+
+class LogitRows(TorchDispatchMode):
+    """Notes the most rows of logits that one tensor holds."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == 320:
+            memory = result.untyped_storage().nbytes()  # none where they are expanded from one number
+            self.most = max(self.most, memory // (320 * result.element_size()))
+        return result
+
+
+def test_a_step_never_holds_more_than_a_chunk_of_logits() -> None:
+    """Neither the model's nor the draft's; a chunk is larger than the matrices [H, V] that a product may turn."""
+    model, window = dspark_models.model(), parity.batches(1, rows=4, length=64)
+    changes: dict[str, Any] = {"loss_chunk": {"enabled": True, "chunk_size": 40}, "dspark": {"num_anchors": 40}}
+    engine = parity.prepared(model, dspark_models.settings(**changes))
+    assert sum(map(len, dspark_models.drawn(window[0], 40))) > 2 * 40
+
+    with LogitRows() as seen:
+        parity.step(engine, model, window)
+
+    assert seen.most == 40
+
+
+@pytest.mark.parametrize(("given", "size"), [({"enabled": True, "chunk_size": 7}, 7), ({"enabled": True, "chunk_size": None}, 1024), ({"enabled": False}, 1024)])  # fmt: skip
+def test_a_draft_has_chunks_without_chunked_loss_too(given: dict[str, Any], size: int) -> None:
+    assert size == settings_of(dspark_models.settings(loss_chunk=given)).chunk_size

@@ -79,15 +79,20 @@ def test_masks_are_made_once() -> None:
 
 
 def test_the_dense_mask_is_for_what_is_small_or_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = visibility()
-    assert seen.implementation() == "sdpa"
     from torchturbo.objectives.dspark import visibility as module
 
+    seen = visibility()
+    assert seen.sizes[0] * seen.sizes[1] < FEW
     monkeypatch.setattr(module, "_has_flex", lambda device: True)
-    assert seen.implementation() == "sdpa"
+    assert seen.implementation(64) == "sdpa"
     monkeypatch.setattr(module, "FEW", 10)
-    assert seen.implementation() == "flex_attention"
-    assert FEW > seen.sizes[0] * seen.sizes[1]
+    assert seen.implementation(64) == "flex_attention"
+    assert seen.implementation(8) == "sdpa"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert seen.implementation(64) == "sdpa"
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "FEW", 10)
+    assert seen.implementation(64) == "sdpa"  # on a CPU it has no gradients
 
 
 @pytest.mark.gpu
@@ -100,7 +105,7 @@ def test_a_draft_through_the_sparse_mask_has_the_same_gradients(monkeypatch: pyt
 
     from torchturbo.objectives.dspark import visibility as module
 
-    model = dspark_models.model(spec={"block_size": 4})
+    model = dspark_models.model(spec={"block_size": 4, "head_dim": 16})
     other = copy.deepcopy(model)
     steps = []
     for one, few in ((model, FEW), (other, 0)):

@@ -129,7 +129,7 @@ class DenseDraft(Draft):
         """Return the hidden states of all slots; see :meth:`torchturbo.objectives.dspark.backbone.Draft.forward`."""
         context = self.hidden_norm(self.fc(features))
         slots, positions = embedded.flatten(1, 2), visibility.positions.flatten(1, 2)
-        implementation = visibility.implementation()
+        implementation = visibility.implementation(self.config.head_dim)
         mask = visibility.mask(implementation)
         rotary, context_rotary = self._rotary(slots, positions), self._rotary(context, visibility.context_positions)
         for layer in self.layers:

@@ -19,6 +19,8 @@ from torchturbo.objectives.dspark.anchors import Blocks, Sequences
 
 FEW = 1 << 22
 """Entries of a mask up to which a dense one is the cheaper."""
+NARROWEST = 16
+"""Width of a head from which flex attention has a kernel."""
 
 
 @dataclass
@@ -82,10 +84,16 @@ class Visibility:
             self._made[window, False] = create_block_mask(rule, len(self.anchors), None, *self.sizes, device=device)
         return self._made[window, False]
 
-    def implementation(self) -> str:
-        """Return by which of Transformers' attention functions blocks should attend: where it pays, the sparse one."""
+    def implementation(self, head_dim: int) -> str:
+        """Return by which of Transformers' attention functions heads of a width should attend: where it pays, the sparse one.
+
+        Flex attention takes heads from 16 on, and casts nothing: under autocast norms leave queries and keys wider than
+        values.
+        """
         queries, keys = self.sizes
-        return "flex_attention" if queries * keys > FEW and _has_flex(self.anchors.device) else "sdpa"
+        device = self.anchors.device
+        fits = head_dim >= NARROWEST and not torch.is_autocast_enabled(device.type)
+        return "flex_attention" if fits and queries * keys > FEW and _has_flex(device) else "sdpa"
 
     def mask(self, implementation: str, window: int | None = None) -> Any:
         """Return the mask as an attention function takes it."""
