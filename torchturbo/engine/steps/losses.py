@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 METRICS = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss", "eval_loss"}
-    | {"num_input_tokens_seen", "tokens_per_second", "mfu", "mfu_causal", "hfu", "moe_aux_loss", "moe_z_loss", "cap_loss"}
+    | {"num_input_tokens_seen", "tokens_per_second", "mfu", "mfu_causal", "hfu"}
+    | {"moe_aux_loss", "moe_z_loss", "cap_loss"}
 )
 """Names under which the Trainer, the engine's observers and its objectives log."""
 NUMBERED = re.compile(r"mtp_\d+_loss|dspark_(loss|accept(ed)?_\w+|confidence_\w+)")
