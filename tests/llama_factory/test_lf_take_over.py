@@ -257,6 +257,17 @@ def test_the_cut_off_length_of_a_diffusion_model_is_whole_blocks(
     assert "cutoff_len 64 (cutoff_len) is rounded up to 96: whole blocks of 48 tokens" in capsys.readouterr().err
 
 
+def test_a_packed_rows_length_keeps_what_llama_factory_holds_back(tmp_path: Path) -> None:
+    """It takes one token off when it reads its arguments, and adds one to each row."""
+    made = parsed()
+    vars(made[0]).update(diffusion_model(tmp_path))
+    made[1].cutoff_len = 63
+
+    take_over(made, launch("--tt_bd_block_size", "48", cutoff_len=64))
+
+    assert 95 == made[1].cutoff_len
+
+
 def test_another_models_cut_off_length_stays(tmp_path: Path) -> None:
     """The block is none of its affairs."""
     made = parsed()

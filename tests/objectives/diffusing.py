@@ -8,14 +8,24 @@ import tiny
 import torch
 from torch import Tensor
 
+from torchturbo.models import register
 from torchturbo.objectives.diffusion.noise import Noise
 
 MASK, FILL = 1, 2
 BLOCK = 4
 
 
+LLADA2: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
 def model(kind: str = "qwen3", **changes: Any) -> Any:
     """Return a tiny diffusion model."""
+    if kind == "llada2_moe":
+        register()
+        changes = LLADA2 | changes
     return tiny.model(kind, **({"is_diffusion_model": True, "mask_token_id": MASK} | changes))
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from torchturbo.errors import ConfigError
 from torchturbo.objectives.diffusion.mask import attention_mask, doubled_rule
-from torchturbo.objectives.diffusion.noise import DOUBLED
+from torchturbo.objectives.diffusion.noise import DOUBLED, Doubled
 
 CAP = 2.0
 
@@ -81,6 +81,30 @@ def test_one_process_is_the_formula() -> None:
     assert cap > 0.1
 
 
+def test_a_mixture_is_the_formula_and_router_losses_leave_padding_out() -> None:
+    """Beside Switch's loss, whose routers see both halves and no padding."""
+    balanced = {"moe": {"aux_loss_coeff": 0.1}}
+    values = []
+    for batches in (window(), [wider(batch) for batch in window()]):
+        model = sure(kind="qwen3_moe")
+        values.append(parity.step(parity.prepared(model, settings(**balanced)), model, batches))
+    parity.assert_equal(values[1], values[0])
+    plain = formula(sure(kind="qwen3_moe"), window())
+    assert values[0].loss > plain.loss + 0.1
+
+
+def wider(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a doubled batch with two more blocks of padding in each half."""
+    length, more = batch[DOUBLED].length, 2 * diffusing.BLOCK
+    fillers = {"labels": -100, "shift_labels": -100}
+    made: dict[str, Any] = {DOUBLED: Doubled(length + more, diffusing.BLOCK, whole=False)}
+    for name, value in batch.items():
+        if name != DOUBLED:
+            halves = value.split(length, 1)
+            made[name] = torch.cat([functional.pad(half, (0, more), value=fillers.get(name, 0)) for half in halves], 1)
+    return made
+
+
 SAVERS: dict[str, dict[str, Any]] = {
     "chunks": {"loss_chunk": {"enabled": True, "chunk_size": 5}},
     "checkpointing": {"activation_checkpointing": {"enabled": True}},
@@ -119,9 +143,9 @@ def test_two_ranks_are_one_process() -> None:
     run_ranks(2, compared, 2, [{}, both, SP, SP | both])
 
 
-def test_experts_on_two_ranks_are_one_process() -> None:
-    """Divided experts meet clean and noisy tokens alike."""
-    run_ranks(2, compared, 2, [{"parallel_plan": {"ep_size": 2}}], "qwen3_moe")
+def test_llada2_on_two_ranks_is_one_process() -> None:
+    """Divided experts, and shared sequences, of the one family that is known by its type."""
+    run_ranks(2, compared, 2, [{"parallel_plan": {"ep_size": 2}}, SP], "llada2_moe")
 
 
 @pytest.mark.full

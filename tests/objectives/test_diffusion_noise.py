@@ -147,11 +147,17 @@ def by_positions_and_mask() -> dict[str, Tensor]:
     return {"position_ids": positions, "attention_mask": torch.tensor(NUMBERS).clamp(max=1)}
 
 
+def by_short_positions() -> dict[str, Tensor]:
+    """As LLaMA-Factory packs: its tokens are padded to a multiple of eight, and their positions are not."""
+    return {"position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "attention_mask": torch.tensor(NUMBERS).clamp(max=1)}
+
+
 TELLING = {
     "numbers": by_mask,
     "bool pairs": by_square_mask,
     "added to scores": by_added_mask,
     "positions": by_positions_and_mask,
+    "short positions": by_short_positions,
 }
 
 

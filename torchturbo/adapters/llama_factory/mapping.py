@@ -92,13 +92,18 @@ FLASH = ("fa2", "fa3")
 
 
 def round_up_cutoff(data: Any, config: EngineConfig, said: Mapping[str, Said]) -> None:
-    """Let LLaMA-Factory cut the samples of a diffusion model to whole blocks; the log says so."""
-    block, cutoff = config.diffusion.bd_block_size, data.cutoff_len
-    data.cutoff_len = rounded_up(cutoff, block)
-    if data.cutoff_len != cutoff:
+    """Let LLaMA-Factory cut the samples of a diffusion model to whole blocks; the log says so.
+
+    Where it packs, it takes one off the length that it was told, and puts one back with the padding of each row.
+    """
+    block, one = config.diffusion.bd_block_size, said.get("cutoff_len")
+    told = getattr(type(data), "cutoff_len", data.cutoff_len) if one is None else int(one.value)
+    kept_back = told - data.cutoff_len
+    data.cutoff_len = rounded_up(told, block) - kept_back
+    if rounded_up(told, block) != told:
         text = "cutoff_len %d (%s) is rounded up to %d: whole blocks of %d tokens (diffusion.bd_block_size)"
-        where = said["cutoff_len"].place if "cutoff_len" in said else "LLaMA-Factory's default"
-        log.info_rank0(text, cutoff, where, data.cutoff_len, block)
+        where = "LLaMA-Factory's default" if one is None else one.place
+        log.info_rank0(text, told, where, rounded_up(told, block), block)
 
 
 def diffusion_problems(model_args: Any, config: Any, tokenizer: Any, said: Mapping[str, Said]) -> list[Problem]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchturbo.objectives.diffusion.models import rounded_up
 from torchturbo.objectives.normalise import IGNORE_INDEX
@@ -156,6 +157,7 @@ def documents_of(batch: Mapping[str, Any]) -> Tensor:
         real = mask.ne(0)
         starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
     if positions is not None and positions.dim() == 2:
+        positions = functional.pad(positions, (0, ids.shape[1] - positions.shape[1]))  # a collator may pad tokens alone
         starts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
     return starts.cumsum(1) * real
 
