@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from tests import parity
 from tests.models import llada2_tiny as llada2
+from tests.ranks import run_ranks
 from torchturbo.checkpoint.hf_export import export
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.models.llada2.modeling import LLaDA2MoeModel, LLaDA2MoeModelLM
@@ -91,6 +93,29 @@ def test_streamed_weights_and_exports_are_the_published_ones(published: Publishe
     assert [] == [name for name, one in model.state_dict().items() if not torch.equal(expected[name], one)]
     torch.testing.assert_close(reference.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     assert_published(tmp_path, published)
+
+
+def reshare(rank: int, folder: Path, parent: Path) -> list[int]:
+    """Read a folder into models that two ranks share, and export them again; return the bytes that this rank read."""
+    read = []
+    for ep_size in (1, 2):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        parity.prepared(model, parity.config(parallel_plan={"ep_size": ep_size}), 2, rank)
+        source = WeightSource.find(str(folder))
+        read.append(source.load(model).bytes_read)
+        export(model, parent / str(ep_size), saved_dtypes=source.dtypes(model))
+    return read
+
+
+def test_two_ranks_that_share_the_weights_give_back_the_published_ones(published: Published, tmp_path: Path) -> None:
+    """Sharded, and with experts divided; each rank reads half of it, and the biases of the routers."""
+    total = sum(tensor.nbytes for tensor in published[1].values())
+    read = run_ranks(2, reshare, published[0], tmp_path)
+
+    assert_published(tmp_path / "1", published)
+    assert_published(tmp_path / "2", published)
+    assert all(total / 2 <= one <= total / 2 * 1.01 for rank in read for one in rank)
 
 
 def test_tensors_that_are_missing_or_unknown_are_reported(published: Published, tmp_path: Path) -> None:
