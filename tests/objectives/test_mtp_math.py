@@ -246,6 +246,7 @@ def test_weight_zero_leaves_the_heads_where_they_are() -> None:
     """AdamW with weight decay, which moves a parameter whose gradient is zero; the model itself is trained."""
     model = tiny_mtp.model()
     engine = parity.prepared(model, parity.config(mtp={"enabled": True, "loss_scaling_factor": 0}))
+    assert not any(parameter.requires_grad for parameter in model.mtp.parameters())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -259,6 +260,7 @@ def test_weight_zero_leaves_the_heads_where_they_are() -> None:
     assert engine.context.normaliser.term_metrics(2, CPU)["mtp_1_loss"] > 1
     engine.release(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks]
 
 
 def test_null_is_the_default_weight() -> None:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torchturbo.objectives.taps import Call
 
 FULL = "full_attention"
-CARRIED = ("prev_topk_indices",)
-"""What a layer gets from the one before it: the tokens to attend to, which heads choose for themselves."""
 
 
 class Join(nn.Module):
@@ -85,9 +83,8 @@ class Depths(SerialHeads):
 
     def depth(self, at: int, state: Tensor, embedded: Tensor, calls: Mapping[str, Call]) -> tuple[Tensor, Tensor]:
         """Run one head: its normed output goes to the model's head, and on to the next depth, as in Megatron-LM."""
-        given = {name: value for name, value in calls["layer"].kwargs.items() if name not in CARRIED}
         joined = self.joins[at % len(self.joins)](embedded, state)
-        made = self.layers[at](joined, **given)
+        made = self.layers[at](joined, **calls["layer"].kwargs)
         hidden: Tensor = self.norms[at % len(self.norms)](made[0] if isinstance(made, tuple) else made)
         return hidden, hidden
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchturbo.objectives.chunked import ChunkedHead, head_of, real_logits
+from torchturbo.objectives.chunked import ChunkedHead, head_of
 from torchturbo.objectives.mtp import labels
 from torchturbo.objectives.mtp.serial import SerialHeads
 from torchturbo.objectives.normalise import IGNORE_INDEX, Term
@@ -100,10 +100,9 @@ class MultiTokenPrediction:
     def _summed(self, hidden: Tensor, wanted: Tensor) -> Tensor:
         """Return the sum of the cross-entropies of hidden states [N, H] against tokens [N], in chunks where wanted."""
         head = head_of(self.base)
-        with real_logits(self.base):
-            if isinstance(head, ChunkedHead):
-                return head.loss(hidden, wanted, (), IGNORE_INDEX)
-            logits = head(hidden)
+        if isinstance(head, ChunkedHead):
+            return head.loss(hidden, wanted, (), IGNORE_INDEX)
+        logits = head(hidden)
         wide = logits if logits.dtype.itemsize > 4 else logits.float()
         return functional.cross_entropy(wide, wanted, reduction="sum", ignore_index=IGNORE_INDEX)
 
