@@ -167,10 +167,14 @@ def test_without_multi_token_prediction_nothing_is_built() -> None:
     [
         ({"dspark_markov_rank": None}, "its config.json says nothing of dspark_markov_rank"),
         ({"dspark_target_layer_ids": [0, 2, 3]}, "dspark_target_layer_ids is [0, 2, 3], expected ascending numbers"),
-        ({"dspark_target_layer_ids": [2, 1]}, "dspark_target_layer_ids is [2, 1], expected ascending numbers"),
+        (
+            {"dspark_target_layer_ids": [2, 1], "dspark_noise_token_id": 64, "dspark_block_size": 0},
+            "dspark_block_size is 0, expected at least 1; dspark_noise_token_id is 64, expected a token below 64;"
+            " dspark_target_layer_ids is [2, 1], expected ascending numbers from 0 to 2",
+        ),
         ({"dspark_n_routed_experts": 2}, "DeepSeek-V4.1's stages are of another architecture"),
     ],
-    ids=["lacking", "beyond", "order", "v4.1"],
+    ids=["lacking", "beyond", "several", "v4.1"],
 )
 def test_what_keeps_a_model_from_having_stages_is_told(changes: dict[str, Any], message: str) -> None:
     from torchturbo.engine.context import Context

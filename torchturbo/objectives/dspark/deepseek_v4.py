@@ -11,7 +11,7 @@ confidence head. After the inference code in https://huggingface.co/deepseek-ai/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -194,15 +194,22 @@ def _built(stages: int, stored: Stored, base: Any) -> DeepseekV4Draft:
 
 def _obstacle(config: Any, lacking: list[str], stages: int, stored: Stored) -> tuple[str, str] | None:
     """Return what keeps a model from having the stages, and what to do."""
-    whole = "use a checkpoint that has them"
     if (other := deepseek_v4.other_architecture(config, stages, stored)) is not None:
         return other, "train it without, or use a DeepSeek-V4 checkpoint"
     if lacking:
         return f"its config.json says nothing of {', '.join(lacking)}", "write it there"
+    if wrong := list(_wrong(config)):
+        return "; ".join(wrong), "mend its config.json"
+    return None if stages else ("its files hold no tensor mtp.0.*", "use a checkpoint that has them")
+
+
+def _wrong(config: Any) -> Iterator[str]:
+    """Yield what the stages can't be built with, of a configuration that has all of :data:`FIELDS`."""
+    for name in ("dspark_block_size", "dspark_markov_rank"):
+        if (value := getattr(config, name)) < 1:
+            yield f"{name} is {value}, expected at least 1"
+    if not 0 <= config.dspark_noise_token_id < config.vocab_size:
+        yield f"dspark_noise_token_id is {config.dspark_noise_token_id}, expected a token below {config.vocab_size}"
     taps, layers = list(config.dspark_target_layer_ids), config.num_hidden_layers
     if taps != sorted(set(taps)) or not taps or taps[0] < 0 or taps[-1] >= layers:
-        return (
-            f"dspark_target_layer_ids is {taps}, expected ascending numbers from 0 to {layers - 1}",
-            "mend config.json",
-        )
-    return None if stages else ("its files hold no tensor mtp.0.*", whole)
+        yield f"dspark_target_layer_ids is {taps}, expected ascending numbers from 0 to {layers - 1}"
