@@ -215,6 +215,29 @@ class Rows(TorchDispatchMode):
         return result
 
 
+def test_a_loss_that_overwrites_its_logits_takes_nothing_from_cap() -> None:
+    """As fused kernels do, which keep their gradient in the logits' memory: what CAP takes, it takes before."""
+    window = right_rows()
+    model, _, expected = trained(1.0, None, window)
+    del model
+
+    def overwriting(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        logits.detach().zero_()
+        return logits.sum() * 0
+
+    other = diffusing.model().double().train()
+    other.loss_function = overwriting
+    normaliser = Normaliser()
+    normaliser.install(other, other)
+    BlockDiffusion(other, other, torch.float64).add_cap(normaliser, 1.0)
+    normaliser.open_window(window, torch.device("cpu"))
+    with normaliser.applied():
+        for batch in window:
+            other(**batch)
+    found = normaliser.term_metrics(1, torch.device("cpu"))["cap_loss"]
+    assert abs(found - float(expected)) < 1e-6
+
+
 def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
     """Forward and backward, with CAP: the head's own weight [H, V] has fewer rows."""
     window = [noise(1.0, 1.0)(rows(8, 60, prompt=0), 0)]

@@ -72,6 +72,15 @@ def test_a_gpu_with_everything(monkeypatch: pytest.MonkeyPatch, compilers: None,
     assert {"attention": OWN, **expected} == names(model, "cuda", deterministic=True)
 
 
+def test_block_diffusion_keeps_flash_attention_away(flash: None) -> None:
+    """It can't express the mask: a choice of ours would train without one."""
+    assert "flash_attention_2" == names(tiny.model("qwen3"), "cuda")["attention"]
+    model = tiny.model("qwen3", is_diffusion_model=True)
+    (attention,) = [one for one in policy.plan(situation(model, "cuda"), AUTO) if one.op == "attention"]
+    assert OWN == attention.name
+    assert "flash_attention_2: it can't express the mask of block diffusion" in attention.reasons
+
+
 def test_an_npu_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins.torch_npu(monkeypatch)
     from transformers import PreTrainedModel
