@@ -17,7 +17,7 @@ from torchturbo.objectives import chunked
 from torchturbo.objectives.chunked import ChunkedHead, head_of
 from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.objectives.dspark.backbone import Draft
-from torchturbo.objectives.heads import extra_heads
+from torchturbo.objectives.heads import ExtraHeads, extra_heads
 from torchturbo.objectives.mtp.serial import SerialHeads
 from torchturbo.observe import matmuls
 from torchturbo.observe.flops import ROWS, SLOTS, TARGETS, TOKENS, Flops, Part
@@ -65,6 +65,13 @@ def count(model: nn.Module, config: EngineConfig) -> Flops:
     return Flops((*found.parts, *parts), found.left_out)
 
 
+def trains(heads: ExtraHeads, config: EngineConfig) -> bool:
+    """Return whether heads are trained: their loss is not off, and has a weight."""
+    if isinstance(heads, Draft):
+        return bool(config.dspark.enabled and _value(config, DSPARK) != 0)
+    return bool(_value(config, MTP) != 0)
+
+
 def _value(config: EngineConfig, path: str) -> Any:
     value = config.get(path)
     return KEYS[path].default if value is None else value
@@ -90,7 +97,7 @@ def _depths(model: nn.Module, config: EngineConfig) -> Iterator[Part]:
     heads = extra_heads(base)
     if not isinstance(heads, SerialHeads) or not config.mtp.enabled:
         return
-    trained, text = _value(config, MTP) != 0, base.config.get_text_config()
+    trained, text = trains(heads, config), base.config.get_text_config()
     joins, head = getattr(heads, "joins", None), _head(base, text)
     decoder, _ = matmuls.decoder_of(base, text)
     layers: Any = heads.layers
@@ -119,7 +126,7 @@ def _of_draft(model: nn.Module, config: EngineConfig) -> Iterator[Part]:
     if draft is None:
         return
     base: Any = base_model(model)
-    trained, own = _value(config, DSPARK) != 0, draft.config
+    trained, own = trains(draft, config), draft.config
     layers = {id(weight) for weight in draft.layers.parameters()}
     small = [one for one in (draft.markov, draft.confidence) if one is not None]
     after = {id(weight) for module in small for weight in module.parameters()}

@@ -4,7 +4,8 @@ Tensors are fake (``torch._subclasses.FakeTensorMode``): they have shapes, forma
 tracker of ``memory_snapshot_steps`` (:mod:`torchturbo.observe.tracker`) notes when each storage comes and goes, and
 the peak of all that is neither parameter nor gradient is the estimate. Recomputation, the loss and its logits, chunked
 or not, and the temporaries of backward are in it, since they run. Layers that are alike run once and count as often as
-there are. Not in it: what a device's kernels allocate for themselves, the exchange buffers of sequence and expert
+there are. Depths of multi-token prediction run with it. Not in it: a draft's blocks, what block diffusion adds to a
+sequence, what a device's kernels allocate for themselves, the exchange buffers of sequence and expert
 parallelism, the allocator's gaps.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,11 @@ from torchturbo.engine.steps import activation_checkpointing
 from torchturbo.generated.keys import KEYS
 from torchturbo.objectives import chunked
 from torchturbo.objectives.gradient_in_forward import gradient_in_forward_sum
+from torchturbo.objectives.heads import extra_heads
+from torchturbo.objectives.mtp.objective import MultiTokenPrediction
+from torchturbo.objectives.mtp.serial import SerialHeads
+from torchturbo.objectives.normalise import Normaliser
+from torchturbo.observe.objectives import trains
 from torchturbo.observe.tracker import TensorTracker
 
 if TYPE_CHECKING:
@@ -79,24 +85,63 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
         probes = _thin_out(model, tracker)
         rows = torch.zeros(micro_batch, length, dtype=torch.long)
         autocast = computes_in_bf16 and not context.sharded
+        depths = _Depths(model, base, config)
         with tracker:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                loss = _loss(base, rows) if config.loss_chunk.enabled else model(input_ids=rows, labels=rows).loss
+                loss: Any = _loss(base, rows, depths) if config.loss_chunk.enabled else depths.added_to(model, rows)
             loss.backward()
             del loss
         tracker.settle_gradients()
     return _peak(tracker, probes)
 
 
-def _loss(base: Any, rows: Tensor) -> Tensor:
+def _loss(base: Any, rows: Tensor, depths: _Depths) -> Tensor:
     """Return the chunked loss of rows [B, S]: fake tensors can't wait as the logits of a real run do."""
     head: Any = chunked.head_of(base)
+    depths.begin(rows)
     hidden, target = base.base_model(input_ids=rows)[0].flatten(0, 1), rows.flatten()
     chunking = head.turbo_chunking
     if not chunking.recomputed:  # asked when the head's weight was a plain one, as a real one is
-        return gradient_in_forward_sum(hidden, head.weight, head.bias, target, None, (), chunking.size)
-    loss: Tensor = head.loss(hidden, target)
-    return loss
+        loss = gradient_in_forward_sum(hidden, head.weight, head.bias, target, None, (), chunking.size)
+    else:
+        loss = head.loss(hidden, target)
+    return loss + sum(depths.losses(rows))
+
+
+class _Depths:
+    """The losses of a model's heads for multi-token prediction; of a model without, none."""
+
+    def __init__(self, model: nn.Module, base: Any, config: EngineConfig) -> None:
+        heads = extra_heads(base)
+        self.weight = 1.0 if heads is not None and trains(heads, config) else 0.0
+        self.objective: Any = None
+        self.normaliser = Normaliser()
+        if isinstance(heads, SerialHeads):
+            self.normaliser.install(model, base)
+            self.objective = MultiTokenPrediction(model, base, heads)
+            self.normaliser.terms = self.objective.terms(self.weight)
+            self.normaliser._weights = {term.name: torch.ones(()) for term in self.normaliser.terms}
+
+    def begin(self, rows: Tensor) -> None:
+        """Watch a forward of the model's decoder alone."""
+        if self.objective is not None:
+            self.objective.taps.batch = {"input_ids": rows, "labels": rows}
+
+    def losses(self, rows: Tensor) -> Iterator[Tensor]:
+        """Yield the loss of each depth after such a forward."""
+        for term in self.normaliser.terms:
+            with torch.set_grad_enabled(self.weight != 0):
+                value = term.value(None, {"input_ids": rows, "labels": rows})
+            if value is not None and self.weight:
+                yield value
+        if self.objective is not None:
+            self.objective.taps.close()
+
+    def added_to(self, model: Any, rows: Tensor) -> Tensor:
+        """Return the loss of a model's own forward, with those of its depths."""
+        with self.normaliser.applied() if self.objective is not None else nullcontext():
+            loss: Tensor = model(input_ids=rows, labels=rows).loss
+        return loss
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:

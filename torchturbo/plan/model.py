@@ -11,6 +11,8 @@ from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.engine.model import base_model
 from torchturbo.engine.steps import freeze, heads, precision
 from torchturbo.engine.steps.prefetch import AUTO, chosen, listed_layers
+from torchturbo.objectives.heads import extra_heads, is_of_heads
+from torchturbo.observe.objectives import trains
 from torchturbo.plan import advice
 from torchturbo.plan.activations import estimate
 from torchturbo.plan.facts import Facts, facts_of
@@ -54,7 +56,8 @@ def examine_model(
     config, context = engine.config, engine.context
     facts = settled_facts(model, config, context)
     computes_in = "bf16" if config.mixed_precision == "bf16" else "fp32"
-    plan.model = Model(name, type(model).__name__, facts.parameters, facts.trained, len(facts.layers), computes_in)
+    layers = sum(not is_of_heads(layer.name) for layer in facts.layers)
+    plan.model = Model(name, type(model).__name__, facts.parameters, facts.trained, layers, computes_in)
     plan.has_experts = any(layer.experts for layer in facts.layers)
     if context.sharded and len(facts.layers) > 1:
         plan.order = order_of(model, config, context)
@@ -73,6 +76,8 @@ def settled_facts(model: nn.Module, config: EngineConfig, context: Context) -> F
     freeze.apply(model, config, context)
     heads.apply(model, config, context)
     base_model(model).float()
+    if (extra := extra_heads(base_model(model))) is not None and not trains(extra, config):
+        extra.requires_grad_(False)
     precision.apply(model, config, context)
     return facts_of(model, context)
 
