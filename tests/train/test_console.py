@@ -121,3 +121,16 @@ def test_throughput_is_shown_where_it_is_logged() -> None:
     first, second = stream.getvalue().splitlines()
     assert "tokens/s 12,346  " in first and "mfu" not in first
     assert "tokens/s 10  mfu 41.2%  " in second
+
+
+def test_what_a_loss_consists_of_is_shown() -> None:
+    """The terms that objectives log stand behind the loss; an evaluation's and the whole run's do not."""
+    stream = io.StringIO()
+    progress = Progress(stream)
+    state: Any = SimpleNamespace(global_step=1, max_steps=1, is_world_process_zero=True)
+    progress.on_train_begin(None, state, None)
+    logs = {"loss": 3.0, "learning_rate": 1e-4, "mtp_1_loss": 1.5, "eval_a_loss": 2.0, "train_loss": 2.0}
+    progress.on_log(None, state, None, logs)
+
+    assert stream.getvalue().startswith("step 1/1  loss 3.0000  mtp_1_loss 1.5000  lr 1.00e-04")
+    assert "eval" not in stream.getvalue() and "train" not in stream.getvalue()

@@ -50,8 +50,10 @@ class Progress(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Show the newest figures."""
         logs = logs or {}
+        terms = [name for name in logs if name.endswith("_loss") and not name.startswith(("eval_", "train_"))]
         for name, label, form in (
             ("loss", "loss", ".4f"),
+            *((name, name, ".4f") for name in terms),  # what the loss consists of, beside the model's own
             ("learning_rate", "lr", ".2e"),
             ("eval_loss", "eval", ".4f"),
             ("tokens_per_second", "tokens/s", ",.0f"),
