@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import draft_models
 import mtp_models
 import parity
 import pytest
@@ -86,20 +87,11 @@ def test_depths_of_weight_0_run_forward_alone() -> None:
 
 # ---- a draft ----
 
-DRAFT = {
-    "block_size": 3, "num_hidden_layers": 2, "num_draft_layers": 2, "target_layer_ids": [-1, 0], "mask_token_id": 3,
-    "markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True, "confidence_head_with_markov": True,
-    "num_anchors": 4,
-}  # fmt: skip
-
 
 def drafting(**dspark: Any) -> tuple[Any, Any, Any]:
     """Return a Qwen3 with a draft of two layers."""
-    import tiny
-
-    model = tiny.model("qwen3", vocab_size=V)
+    model = draft_models.target(vocab_size=V)
     model.set_attn_implementation("sdpa")
-    model.config.dspark_config = DRAFT
     config = parity.config(mtp={"enabled": True}, dspark={"num_anchors": 4, **dspark})
     return parity.prepared(model, config), config, model
 

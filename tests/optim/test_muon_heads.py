@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+import draft_models
 import mtp_models
 import parity
-import tiny
 
 from torchturbo.optim.groups import matrices, parameter_groups
-
-DRAFT = {
-    "block_size": 3, "num_hidden_layers": 1, "num_draft_layers": 1, "target_layer_ids": [-1, 0], "mask_token_id": 3,
-    "markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True, "confidence_head_with_markov": True,
-    "num_anchors": 4,
-}  # fmt: skip
 
 
 def test_joins_and_layers_of_depths_are_muons() -> None:
@@ -29,13 +23,12 @@ def test_joins_and_layers_of_depths_are_muons() -> None:
 
 def test_what_of_a_draft_makes_logits_or_looks_up_tokens_is_not() -> None:
     """Features' projection and the gate are; one row, which the confidence head has, is a vector."""
-    model = tiny.model("qwen3")
-    model.config.dspark_config = DRAFT
+    model = draft_models.target()
     parity.prepared(model, parity.config(mtp={"enabled": True}))
     taken = {matrix.name for matrix in matrices(model)}
     heads = [name for name, _ in model.named_parameters() if name.startswith("mtp.") and "norm" not in name]
     layers = [name for name in heads if name.startswith("mtp.layers.")]
     assert {"mtp.fc.weight", "mtp.markov_head.gate_proj.weight", *layers} == {name for name in heads if name in taken}
-    assert len(layers) == 7
+    assert len(layers) == 2 * 7
     grouped = [id(one) for group in parameter_groups(model, 0.1, ()) for one in group["params"]]
     assert sorted(grouped) == sorted(id(one) for one in model.parameters())
