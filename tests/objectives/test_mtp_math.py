@@ -263,6 +263,20 @@ def test_weight_zero_leaves_the_heads_where_they_are() -> None:
     assert not [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks]
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_heads_alone_are_trained_beside_a_frozen_model(reentrant: bool) -> None:
+    """Their gradients are those beside a trained one."""
+    settings = {"activation_checkpointing": {"enabled": True, "use_reentrant": reentrant}}
+    found, metrics = stepped(WINDOWS["packed documents"], freeze_policy={"language_model": True}, **settings)
+    expected, plain = stepped(WINDOWS["packed documents"])
+
+    assert {name for name in expected.gradients if name.startswith("mtp.")} == found.gradients.keys()
+    assert expected.loss == pytest.approx(found.loss, rel=1e-6)
+    assert plain == pytest.approx(metrics, rel=1e-6)
+    ours = {name: expected.gradients[name] for name in found.gradients}
+    assert max(tiny_mtp.errors(found.gradients, ours).values()) < 1e-6
+
+
 def test_null_is_the_default_weight() -> None:
     """It may be written."""
     found, _ = stepped(WINDOWS["padded rows"], mtp={"enabled": True, "loss_scaling_factor": None})

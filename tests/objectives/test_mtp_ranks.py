@@ -60,6 +60,7 @@ def test_two_ranks_that_shard_the_model_compute_what_one_does() -> None:
             ("glm4_moe", 1, True, CHUNKED),
             ("deepseek_v3", 2, False, {"activation_checkpointing": {"enabled": True, "use_reentrant": True}}),
             ("qwen3_next", 1, False, {"activation_checkpointing": {"enabled": True, "use_reentrant": False}}),
+            ("glm4_moe", 1, False, {"freeze_policy": {"language_model": True}}),
         ],
     )
 
@@ -93,6 +94,21 @@ def test_two_ranks_that_divide_experts_compute_what_one_does() -> None:
 
 def compared_on_two(rank: int, cases: Any) -> None:
     compared(rank, 2, cases)
+
+
+def in_bf16(rank: int) -> tuple[float, dict[str, float]]:
+    """Return the loss of a sharded model that computes in bf16, and its depths' metrics."""
+    step, metrics = outcome(rank, 2, "deepseek_v3", 2, False, {"mixed_precision": "bf16"} | CHUNKED)
+    return step.loss, metrics
+
+
+def test_sharded_heads_in_bf16_are_near_fp32() -> None:
+    """Each unit is gathered in bf16, the heads' too."""
+    expected, plain = outcome(0, 1, "deepseek_v3", 2, False, {"mixed_precision": "fp32"})
+
+    for loss, metrics in run_ranks(2, in_bf16):
+        assert expected.loss == pytest.approx(loss, rel=2e-2)
+        assert plain == pytest.approx(metrics, rel=2e-2)
 
 
 def weight_zero(rank: int) -> tuple[list[str], dict[str, float]]:

@@ -179,5 +179,5 @@ def _experts(places: list[str], stored: Stored) -> list[Any]:
     from transformers.core_model_loading import WeightConverter
 
     fused = any(name.startswith(tuple(places)) and name.endswith("mlp.experts.down_proj") for name in stored or ())
-    table = [] if fused else get_checkpoint_conversion_mapping("qwen2_moe")
+    table = [] if fused else get_checkpoint_conversion_mapping("qwen2_moe") or []
     return [entry for entry in table if isinstance(entry, WeightConverter)]
