@@ -280,12 +280,13 @@ def test_another_models_cut_off_length_stays(tmp_path: Path) -> None:
 
 
 def test_a_diffusion_model_is_looked_at_before_its_weights(tmp_path: Path) -> None:
-    """FlashAttention by LLaMA-Factory's word for it, and a tokenizer without a mask: both at once."""
+    """FlashAttention by LLaMA-Factory's word for it, a tokenizer without a mask, another loss: all at once."""
     from torchturbo.adapters.llama_factory import run
 
     arguments = SimpleNamespace(**diffusion_model(tmp_path) | {"flash_attn": "fa2"})
     with pytest.raises(ConfigError) as caught:
-        run._check_model(arguments, tiny.tokenizer(), launch(flash_attn="fa2"))
+        run._check_model(arguments, tiny.tokenizer(), launch(flash_attn="fa2", label_smoothing_factor=0.1))
 
     told = [str(problem) for problem in caught.value.problems]
-    assert ["mask_token_id" in told[0], "FlashAttention can't express" in told[1]] == [True, True]
+    parts = ("mask_token_id", "flash_attn: FlashAttention can't express", "label_smoothing_factor: a loss that is made")
+    assert [part in line for part, line in zip(parts, told, strict=True)] == [True] * 3

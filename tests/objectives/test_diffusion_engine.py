@@ -154,6 +154,18 @@ def test_four_ranks_are_one_process() -> None:
     run_ranks(4, compared, 4, [{}, SP, SP | SAVERS["chunks"]])
 
 
+def test_adapters_are_trained_and_nothing_else() -> None:
+    """LoRA: PEFT's model is the one that is called; at its start it computes what its base computes."""
+    from peft import LoraConfig, get_peft_model
+
+    plain = sure()
+    expected = parity.step(parity.prepared(plain, settings()), plain, window())
+    model = get_peft_model(sure(), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    found = parity.step(parity.prepared(model, settings()), model, window())
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert {"lora_A", "lora_B"} == {name.split(".")[-3] for name in found.gradients}
+
+
 # ---- off, and refused ----
 
 

@@ -95,17 +95,19 @@ def test_packed_rows_fill_a_sequence_and_not_more(material: Path, tmp_path: Path
     assert result.final_loss is not None
 
 
-def test_what_a_diffusion_model_lacks_is_told_before_its_weights(
-    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A mask token, and an attention that can express the mask: both at once."""
+def test_what_a_diffusion_model_lacks_is_told_before_its_weights(material: Path, tmp_path: Path) -> None:
+    """A mask token, an attention that can express the mask, a loss that is the model's own: all at once."""
     tiny.save(material / "maskless", "qwen3", is_diffusion_model=True)
+    words = ("--attn_implementation", "flash_attention_2", "--label_smoothing_factor", "0.1")
     with pytest.raises(ConfigError) as caught:
-        run(material, tmp_path / "out", "--attn_implementation", "flash_attention_2", model="maskless")
+        run(material, tmp_path / "out", *words, model="maskless")
     told = [str(problem) for problem in caught.value.problems]
-    assert ["mask_token_id" in told[0], "--attn_implementation: flash_attention_2 can't express" in told[1]] == [
-        True
-    ] * 2
+    parts = (
+        "mask_token_id",
+        "--attn_implementation: flash_attention_2 can't express",
+        "--label_smoothing_factor: a loss",
+    )
+    assert [part in line for part, line in zip(parts, told, strict=True)] == [True] * 3
 
 
 PLUGIN = """

@@ -16,7 +16,7 @@ from torchturbo.adapters.hf_data import own_losses
 from torchturbo.engine.model import base_model
 from torchturbo.engine.steps.diffusion import INSTALLED
 from torchturbo.errors import Problem, fail
-from torchturbo.objectives.diffusion.models import fill_token, mask_token, token_problems
+from torchturbo.objectives.diffusion.models import SHIFTED, fill_token, mask_token, token_problems
 from torchturbo.objectives.diffusion.noise import DOUBLED, EVALUATION, Noise
 from torchturbo.objectives.diffusion.probe import obstacle
 
@@ -65,8 +65,7 @@ class DiffusionMixin:
         """Return a problem for each way in which something else than the model makes the loss, or reads its logits."""
         problems = []
         if self.turbo.context.normaliser is None:
-            message = "a loss that is made outside the model shifts its labels, and a diffusion model's are not shifted"
-            problems.append(Problem("", "", message, ALONE))
+            problems.append(Problem("", "", SHIFTED, ALONE))
         for kind in own_losses(type(self)):
             message = f"{kind.__name__}.compute_loss would see a doubled batch, of which half the tokens have no label"
             problems.append(Problem("", "", message, ALONE))

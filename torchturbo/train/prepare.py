@@ -31,7 +31,7 @@ from torchturbo.engine.steps import heads
 from torchturbo.engine.steps.diffusion import BLOCK, attention_obstacle
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger
-from torchturbo.objectives.diffusion.models import is_diffusion_model, rounded_up, token_problems
+from torchturbo.objectives.diffusion.models import SHIFTED, is_diffusion_model, rounded_up, token_problems
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.parallel.mesh import is_sharded
@@ -224,7 +224,7 @@ def _check_model(job: Job) -> None:
     context.weights = local_source(job.model_arguments, job.model_config) if job.config.mtp.enabled else None
     model = empty_model(job.model_arguments, job.model_config)
     problems = model_problems(model, training, Engine(job.config, context))
-    if problems := problems + diffusion_problems(job.model_arguments, job.model_config, job.tokenizer):
+    if problems := problems + diffusion_problems(job):
         raise ConfigError(problems)
     job.positions = None if model is None else learned_positions(model)
 
@@ -249,14 +249,17 @@ def model_problems(model: Any, training: TrainingArguments, engine: Engine) -> l
     return problems
 
 
-def diffusion_problems(arguments: ModelArguments, model_config: Any, tokenizer: Any) -> list[Problem]:
-    """Return what a diffusion model's two tokens and its attention, which a model on meta has not got yet, are not."""
-    if not is_diffusion_model(model_config):
+def diffusion_problems(job: Job) -> list[Problem]:
+    """Return what of a diffusion model does not show on the meta device: its two tokens, and what was asked for."""
+    if not job.is_diffusion:
         return []
-    problems = [Problem("--model_name_or_path", "", *found) for found in token_problems(model_config, tokenizer)]
-    chosen = arguments.attn_implementation
-    if chosen is not None and (found := attention_obstacle(chosen)) is not None:
-        problems.append(Problem("--attn_implementation", "", *found))
+    found = token_problems(job.model_config, job.tokenizer)
+    problems = [Problem("--model_name_or_path", "", *one) for one in found]
+    chosen = job.model_arguments.attn_implementation
+    if chosen is not None and (obstacle := attention_obstacle(chosen)) is not None:
+        problems.append(Problem("--attn_implementation", "", *obstacle))
+    if job.training.label_smoothing_factor:
+        problems.append(Problem("--label_smoothing_factor", "", SHIFTED, "set it to 0"))
     return problems
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.adapters import hf_arguments
 from torchturbo.errors import Problem
 from torchturbo.logging import get_logger
-from torchturbo.objectives.diffusion.models import rounded_up, token_problems
+from torchturbo.objectives.diffusion.models import SHIFTED, rounded_up, token_problems
 
 if TYPE_CHECKING:
     from torchturbo.adapters.llama_factory.said import Said
@@ -106,12 +106,17 @@ def round_up_cutoff(data: Any, config: EngineConfig, said: Mapping[str, Said]) -
         log.info_rank0(text, told, where, rounded_up(told, block), block)
 
 
-def diffusion_problems(model_args: Any, config: Any, tokenizer: Any, said: Mapping[str, Said]) -> list[Problem]:
-    """Return what keeps LLaMA-Factory from training a diffusion model as it was told to, before weights are read."""
+def diffusion_problems(
+    model_args: Any, config: Any, tokenizer: Any, said: Mapping[str, Said], outside: Sequence[str] = ()
+) -> list[Problem]:
+    """Return what keeps LLaMA-Factory from training a diffusion model as it was told to, before weights are read.
+
+    ``outside`` names the arguments that are on by which the loss is made outside the model.
+    """
     problems = [
         Problem(placed("--model_name_or_path", said), "", *found) for found in token_problems(config, tokenizer)
     ]
     if str(getattr(model_args, "flash_attn", "")).rpartition(".")[2].lower() in FLASH:
         message = "FlashAttention can't express the mask of block diffusion"
         problems.append(Problem(placed("--flash_attn", said), "", message, "use sdpa, or disabled for eager"))
-    return problems
+    return problems + [Problem(said[name].place, "", SHIFTED, "turn it off") for name in outside]

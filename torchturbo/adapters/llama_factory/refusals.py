@@ -142,6 +142,11 @@ def term_clashes(said: Mapping[str, Said], plugins: Sequence[Plugin]) -> list[Pr
     ]
 
 
+def outside_losses(said: Mapping[str, Said]) -> list[str]:
+    """Return the arguments that are on by which the loss is made outside the model."""
+    return [name for name in OWN_LOSSES if _is_on(said, name)]
+
+
 TEXTS = ("optim", "optim_args")
 """Those of the arguments above that are text."""
 

@@ -17,7 +17,7 @@ from torchturbo.adapters.llama_factory.command import Command
 from torchturbo.adapters.llama_factory.known import problems_with
 from torchturbo.adapters.llama_factory.mapping import diffusion_problems, frozen_parts, placed, round_up_cutoff
 from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_package
-from torchturbo.adapters.llama_factory.refusals import term_clashes
+from torchturbo.adapters.llama_factory.refusals import outside_losses, term_clashes
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
 from torchturbo.checkpoint.files import put_back
 from torchturbo.checkpoint.resume import agreed_checkpoint, checkpoints
@@ -218,7 +218,9 @@ def _check_model(model_args: Any, tokenizer: Any, launch: Launch) -> None:
     model = _empty_model(model_args)
     if model is None:
         return
-    wrong = diffusion_problems(model_args, model.config, tokenizer, launch.said) if is_diffusion_model(model) else []
+    wrong = []
+    if is_diffusion_model(model):
+        wrong = diffusion_problems(model_args, model.config, tokenizer, launch.said, outside_losses(launch.said))
     if (problem := quantised(model)) is not None:
         raise ConfigError([problem])
     runtime, started = current_runtime(), dist.is_initialized()

@@ -13,6 +13,9 @@ ATTRIBUTE = "is_diffusion_model"
 MASK, FILL = "mask_token_id", ("pad_token_id", "eos_token_id")
 """Names under which configurations and tokenizers know the tokens."""
 
+SHIFTED = "a loss that is made outside the model shifts its labels, and a diffusion model's are not shifted"
+"""Why nothing else may make a diffusion model's loss."""
+
 
 @dataclass(frozen=True)
 class DiffusionModel:
