@@ -141,7 +141,8 @@ def bench(session: nox.Session) -> None:
 def bench_device(session: nox.Session) -> None:
     """Measure the engine: `-- chunk_loss --check` runs one script, without arguments all of them."""
     python = with_torch(session, "test", "test-training")
-    scripts = [session.posargs] if session.posargs else [["chunk_loss"], ["ops"], ["observe"], ["engine"]]
+    everything = [["chunk_loss"], ["ops"], ["observe"], ["engine"], ["objectives"]]
+    scripts = [session.posargs] if session.posargs else everything
     for name, *arguments in scripts:
         session.run(python, f"benchmarks/{name}.py", *arguments, env=QUIET, external=True)
 

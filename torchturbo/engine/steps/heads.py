@@ -66,7 +66,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
         return [Problem(place, KEY, message, "make the model anew")]
     planned = _planned(base, _stored(base, context))
     if planned.build is None:
-        message = f"{kind} has no {planned.kind}: {planned.obstacle}"
+        message = f"{kind} has no {planned.kind.removeprefix('a ')}: {planned.obstacle}"
         return [Problem(place, KEY, message, f"{planned.remedy}, or set it to false")]
     problems = []
     for path, reason in ((SP_SIZE, planned.sequence), (EP_SIZE, planned.experts)):
