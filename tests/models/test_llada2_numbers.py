@@ -126,6 +126,19 @@ def test_without_a_mask_every_token_sees_all_others(implementation: str) -> None
     torch.testing.assert_close(hidden[:, :-1], shorter)
 
 
+def test_a_layer_by_itself_attends_to_both_sides_too() -> None:
+    """As further heads call it: Transformers tells layers inside the model, by a keyword of its own."""
+    model = llada2.model(**SMALL).eval()
+    states = torch.randn(1, 5, 16)
+    changed = states.clone()
+    changed[:, -1] += 1
+    rotary = model.model.rotary_emb(states, torch.arange(5)[None])
+    with torch.no_grad():
+        plain, other = (model.model.layers[0](given, position_embeddings=rotary) for given in (states, changed))
+
+    assert (plain - other)[:, 0].abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_mask_of_pairs_is_taken_in_every_form(implementation: str) -> None:
     """Bool, or added to the scores, for each row or for all, and of another format than the model's."""
