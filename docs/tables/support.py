@@ -180,7 +180,10 @@ HEAD = """\
 
 Each row is a family of models; a "no" has its reason [below](#why-not). The page is written by
 `docs/tables/support.py`, which makes each family without weights and asks the checks that every launch begins with, on two ranks.
-So the page says what a launch of that family says; a model with other sizes or settings can be told more.
+So the page says what a launch of that family says; a model with other sizes or settings can be told more. Numbers are
+held by the tests: of [sequence](guides/sequence-parallelism.md#which-models) and
+[expert parallelism](guides/expert-parallelism.md#which-models) for the families that their guides list, of router losses for every
+family here, of multi-token prediction and DSpark for each layout, and of block diffusion for Qwen3, Qwen3-MoE and LLaDA2.
 
 An objective's "yes" holds with FSDP2 on any number of ranks, with gradient accumulation, activation checkpointing,
 chunked loss, and with sequence and expert parallelism where the family has a "yes" for them, unless the cell says otherwise.
