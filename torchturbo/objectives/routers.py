@@ -117,9 +117,7 @@ class Routers(NamedTuple):
     """Why others can't be read."""
 
 
-def register(
-    name: str, router: str, score: str, logits: int | str = 0, model_type: str = "", *, first: bool = False
-) -> None:
+def register(name: str, router: str, score: str, logits: int | str = 0, model_type: str = "") -> None:
     """Make a family's router known to the router losses: see :class:`Family`.
 
     ``router`` may also be the class of the block around a plain linear gate; ``logits`` is then the gate's name in it.
@@ -132,7 +130,7 @@ def register(
     """
     if any(row.router == router for row in ROUTERS):
         raise ValueError(f"{router} has a row already")
-    ROUTERS.insert(0 if first else len(ROUTERS), Family(name, model_type, router, score, logits))
+    ROUTERS.append(Family(name, model_type, router, score, logits))
 
 
 def family_of(module: nn.Module) -> Family | None:
