@@ -10,11 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import families
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.checkpoint import families
 
 LAYERS = 2
 HIDDEN = 32

@@ -27,6 +27,7 @@ from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem, fail
+from torchturbo.generated.keys import KEYS
 from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.parallel.agree import from_first, together
 from torchturbo.plugins.contract import Run
@@ -39,6 +40,8 @@ DATA_FACTS = (
 )  # fmt: skip
 METHOD_FACTS = ("stage", "finetuning_type", "disable_shuffling", "lora_rank", "lora_alpha", "lora_target")
 """LLaMA-Factory's arguments that decide what a step sees or what is trained: a resumed run has the same."""
+ADAPTERS = ("lora", "oft")
+"""Kinds of ``finetuning_type`` that train adapters."""
 BEFORE_THE_MODEL = ("load_tokenizer", "get_template_and_fix_tokenizer", "get_dataset")
 """What a workflow calls before it loads the model, with what the user named."""
 CPU_DEFAULTS = {"use_cpu": True, "dataloader_pin_memory": False}
@@ -229,8 +232,19 @@ def _check_model(model_args: Any, tokenizer: Any, launch: Launch) -> None:
     context = Context(runtime, world_size, rank, hooks=Hooks(run, launch.plugins))
     if launch.config.mtp.enabled and Path(model_args.model_name_or_path).is_dir():
         context.weights = WeightSource.find(model_args.model_name_or_path)
+    wrong += _adapters(launch)
     if problems := Engine(launch.config, context).problems(model) + wrong:
         raise ConfigError(problems)
+
+
+def _adapters(launch: Launch) -> list[Problem]:
+    """Return a problem where LLaMA-Factory will put adapters into a model that is to get extra heads."""
+    if not launch.config.mtp.enabled or launch.facts.get("finetuning_type") not in ADAPTERS:
+        return []
+    said = launch.said.get("finetuning_type")
+    message = f"{launch.facts['finetuning_type']} saves adapters without the model, and the extra heads would be lost"
+    remedy = f"use finetuning_type full or freeze, or set {KEYS['mtp.enabled'].cli} to false"
+    return [Problem("finetuning_type" if said is None else said.place, "", message, remedy)]
 
 
 def _model_config(model_args: Any) -> Any:
