@@ -14,7 +14,7 @@ from torchturbo.objectives.dspark.visibility import FEW, Visibility
 
 
 def visibility() -> Visibility:
-    """Return what blocks of 3 see of a packed row, a row with padding on the left, and one without any anchor."""
+    """Return what blocks of 3 see of a packed row with a block that only fills up, one padded on the left, and one without any anchor."""
     ids = torch.randint(3, 90, (3, 12), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -22,7 +22,9 @@ def visibility() -> Visibility:
     labels = ids.masked_fill(mask.eq(0), -100)
     labels[2] = -100
     row = Sequences.of({"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions})
-    return Visibility.of(draw_blocks(row, 4, 0, 0, size=3, mask_token_id=99), row)
+    blocks = draw_blocks(row, 4, 0, 0, size=3, mask_token_id=99)
+    blocks.keep[0, -1] = False  # wherever its anchor is
+    return Visibility.of(blocks, row)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

@@ -108,7 +108,7 @@ class DSpark:
             if (shared := batch.get(SHARED)) is not None:
                 features, teacher, blocks = _shared(shared, features, teacher, blocks)
             embeddings: Any = input_embeddings(self.base)
-            embedded = embeddings(blocks.ids).detach()
+            embedded = embeddings(blocks.ids)
         states: DraftStates = self.draft(features, embedded, Visibility.of(blocks, sequences))
         return self._loss(states, teacher, blocks)
 
