@@ -171,7 +171,7 @@ def test_heads_are_like_the_last_layer_of_their_kind(said: dict[str, Any], expec
 
 def test_a_model_without_a_layer_of_the_heads_kind_is_told() -> None:
     """And which kind that is."""
-    with pytest.raises(ValueError, match="expected layer_types full_attention"):
+    with pytest.raises(ValueError, match="expected layer_types full_attention or indexed_attention"):
         layer_of(SimpleNamespace(num_hidden_layers=2, layer_types=["linear_attention", "sliding_attention"]))
 
 
@@ -231,6 +231,21 @@ def test_a_configuration_of_no_heads_is_refused() -> None:
 
     assert "num_nextn_predict_layers is 0 in its config.json" in problem.message
     assert problem.remedy == "use a model that has some, or set it to false"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mtp_use_dedicated_embeddings": True}, "they have embeddings of their own (mtp_use_dedicated_embeddings)"),
+        ({"layer_types": ["linear_attention"] * 2}, "none of the model's layers is like theirs"),
+    ],
+)
+def test_heads_that_can_not_be_built_are_refused(changes: dict[str, Any], reason: str) -> None:
+    """And not built otherwise than the configuration says."""
+    (problem,) = problems(tiny_mtp.model("qwen3_5_text", **changes))
+
+    assert f"has no multi-token prediction heads of Qwen3.5: {reason}" in problem.message
+    assert problem.remedy == "train it without, or set it to false"
 
 
 @pytest.mark.parametrize("loaded", [True, False])

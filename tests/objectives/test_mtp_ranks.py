@@ -14,6 +14,9 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
+from torchturbo.engine.context import Context
+from torchturbo.engine.engine import Engine
+
 CPU = torch.device("cpu")
 CHUNKED = {"loss_chunk": {"enabled": True, "chunk_size": 5}}
 
@@ -188,6 +191,30 @@ def test_a_target_weighs_the_same_on_every_rank() -> None:
 
     assert [sum(sums) / 10] * 2 == pytest.approx(found, rel=2e-6)
     assert abs(sum(means) / 2 - found[0]) > 1e-3
+
+
+def each_family(rank: int, kinds: list[str]) -> dict[str, list[str]]:
+    """Hold each family against one process on both kinds of mesh, and return where one of them is refused."""
+    refused: dict[str, list[str]] = {}
+    for kind in kinds:
+        for size in ("sp_size", "ep_size"):
+            settings = {"parallel_plan": {size: 2}}
+            config = parity.config(mtp={"enabled": True}, **settings)
+            if Engine(config, Context(world_size=2, rank=rank)).problems(tiny_mtp.model(kind)):
+                refused.setdefault(size, []).append(kind)
+            else:
+                compared(rank, 2, [(kind, 1, False, settings)])
+    return refused
+
+
+@pytest.mark.full
+def test_every_family_computes_on_two_ranks_what_it_does_on_one() -> None:
+    """Whatever is not refused; layers that see the whole sequence elsewhere than in attention refuse to share it."""
+    for refused in run_ranks(2, each_family, sorted(tiny_mtp.SETTINGS)):
+        assert {
+            "sp_size": ["deepseek_v32", "glm_moe_dsa", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"],
+            "ep_size": ["qwen3_5_text"],
+        } == refused
 
 
 def compared_on_four(rank: int, cases: Any) -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torchturbo.objectives.planned import Stored
     from torchturbo.objectives.taps import Call
 
-FULL = "full_attention"
+FULL = ("full_attention", "indexed_attention")
+"""Kinds of attention, by their names in configurations, that heads have where none is named for them."""
 
 
 class Join(nn.Module):
@@ -110,18 +111,19 @@ def layer_of(config: Any) -> int:
 
     """
     wanted = {
-        "layer_types": (getattr(config, "mtp_layer_types", None) or [FULL])[0],
-        "mlp_layer_types": (getattr(config, "mtp_mlp_layer_types", None) or [None])[0],
-        "indexer_types": "full",
+        "layer_types": getattr(config, "mtp_layer_types", None) or FULL,
+        "mlp_layer_types": getattr(config, "mtp_mlp_layer_types", None) or (),
+        "indexer_types": ("full",),
     }
     fitting = list(range(config.num_hidden_layers))
-    for name, kind in wanted.items():
-        kinds = getattr(config, name, None)
-        if kinds and kind and len(set(kinds)) > 1:
-            fitting = [at for at in fitting if kinds[at] == kind]
+    for name, known in wanted.items():
+        if (kinds := getattr(config, name, None)) and known:
+            fitting = [at for at in fitting if kinds[at] in known]
     if not fitting:
-        kinds = ", ".join(f"{name} {kind}" for name, kind in wanted.items() if getattr(config, name, None) and kind)
-        raise ValueError(f"none of the model's layers is like those of its heads: expected {kinds}")
+        told = "; ".join(
+            f"{name} {' or '.join(known)}" for name, known in wanted.items() if getattr(config, name, None)
+        )
+        raise ValueError(f"none of the model's layers is like theirs: expected {told}")
     return fitting[-1]
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names under which configurations say how many heads there are."""
+OWN_EMBEDDINGS = "mtp_use_dedicated_embeddings"
+"""Name under which configurations of Qwen3.5 say whether the heads have embeddings of their own."""
 BUILD = "torchturbo.objectives.mtp.depths:build"
 
 
@@ -67,8 +69,8 @@ def find(base: Any, stored: Stored) -> Planned | None:
     if family is None:
         return None
     kind = f"multi-token prediction heads of {family.name}"
-    if family.refused:
-        return Planned(kind, obstacle=family.refused, remedy="train it without")
+    if reason := family.refused or _unlike(family, base.config.get_text_config(decoder=True)):
+        return Planned(kind, obstacle=reason, remedy="train it without")
     said, held = said_by(base.config), None if stored is None else held_by(family, base.config, stored)
     heads = (held or 0) if said is None else said[1]
     if said is None and held is None:
@@ -85,6 +87,20 @@ def find(base: Any, stored: Stored) -> Planned | None:
         return Planned(kind, obstacle=words, remedy="use a model that has some")
     build = partial(_built, family, heads, stored)
     return Planned(f"{heads} {kind}", build, sequence=family.sequence, experts=family.experts)
+
+
+def _unlike(family: Family, config: Any) -> str:
+    """Return why heads as the builder makes them are not what a configuration speaks of; empty where they are."""
+    from torchturbo.objectives.mtp.depths import layer_of
+
+    if getattr(config, OWN_EMBEDDINGS, False):
+        return f"they have embeddings of their own ({OWN_EMBEDDINGS}), and those built here use the model's"
+    try:
+        if family.build == BUILD:
+            layer_of(config)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _built(family: Family, heads: int, stored: Stored, base: nn.Module) -> SerialHeads:
