@@ -159,6 +159,23 @@ def test_a_mask_of_pairs_is_taken_in_every_form(implementation: str) -> None:
     assert wide.isfinite().all()
 
 
+def test_a_mask_has_the_format_of_the_states_and_stays_finite() -> None:
+    """The least number of float32 is minus infinity in bf16, and a token that sees nothing would make no number."""
+    model = llada2.model(**SMALL).bfloat16().eval()
+    ids, allowed = inputs()
+    allowed[0, 0, 2] = False
+    seen: list[Tensor] = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        logits = model(ids, attention_mask=additive(allowed, torch.float32)).logits
+
+    assert torch.bfloat16 == seen[0].dtype
+    assert seen[0].isfinite().all()
+    assert logits.isfinite().all()
+
+
 def test_flex_attention_gets_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A BlockMask goes through as it is, and pairs as numbers that are added to the scores."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention

@@ -230,7 +230,6 @@ class LLaDA2MoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     supports_gradient_checkpointing = True
     _input_embed_layer = "word_embeddings"
     _no_split_modules = ["LLaDA2MoeDecoderLayer"]
-    _keep_in_fp32_modules_strict = ["expert_bias"]
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
