@@ -134,6 +134,25 @@ def compared(rank: int, world_size: int, sections: list[dict[str, Any]], kind: s
         parity.assert_equal(parity.step(engine, model, mine), expected)
 
 
+def in_bf16(rank: int, world_size: int) -> list[float]:
+    """Return the losses of a step in bf16 under every attention that adds its mask, on this rank."""
+    losses = []
+    for kind in ("sdpa", "eager"):
+        model = sure()
+        model.set_attn_implementation(kind)
+        engine = parity.prepared(model, settings(mixed_precision="bf16"), world_size, rank)
+        losses.append(parity.step(engine, model, parity.share(window(), world_size, 1, rank)).loss)
+    return losses
+
+
+def test_bf16_is_near() -> None:
+    """Under autocast, and as FSDP2 gathers: masks have the format of the scores."""
+    plain = sure()
+    expected = parity.step(parity.prepared(plain, settings()), plain, window()).loss
+    for losses in (in_bf16(0, 1), *run_ranks(2, in_bf16, 2)):
+        assert losses == pytest.approx([expected] * 2, rel=2e-2)
+
+
 SP = {"parallel_plan": {"sp_size": 2}}
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchturbo.objectives.diffusion.mask import KINDS, attention_mask, doubled_rule, prefix_rule, sees
 from torchturbo.objectives.diffusion.noise import DOUBLED
 from torchturbo.objectives.diffusion.objective import BlockDiffusion
+from torchturbo.parallel.attention_masks import FullMasks
 
 FLEX = "transformers.integrations.flex_attention.compile_friendly_flex_attention"
 
@@ -96,6 +97,16 @@ def test_a_flex_mask_is_the_same_rule() -> None:
     assert torch.equal(tiles, block.to_dense().bool())
     at = torch.arange(512)
     assert torch.equal(dense[0], block.mask_mod(0, 0, at[:, None], at[None, :]))
+
+
+def test_ranks_that_share_sequences_take_a_flex_mask_as_it_is() -> None:
+    """Its length divides by them; it can't be padded."""
+    made = attention_mask("flex_attention", doubled_rule(None, 8, 4), 1, 16, torch.float32, torch.device("cpu"))
+    positions, config = torch.arange(16)[None], diffusing.model().config
+    masks = FullMasks(config, made, positions, 16, 16)
+    assert made is masks.mask("flex_attention", None, torch.zeros(1, 4, 16, 8))
+    with pytest.raises(ValueError, match="got BlockMask"):
+        FullMasks(config, made, positions, 16, 18)
 
 
 # ---- what a model makes of it ----

@@ -77,7 +77,7 @@ def decode(
     start, length = len(given), rounded_up(len(given) + max_new_tokens, block_size)
     text = torch.cat((given, given.new_full((length - start,), hidden)))
     open_places = torch.arange(length, device=text.device) >= start
-    was_training = model.training
+    was_training, end = model.training, start
     model.eval()
     try:
         for end in range(start // block_size * block_size + block_size, length + 1, block_size):

@@ -48,7 +48,9 @@ class BlockDiffusion:
         self.probed = False
         """Whether it is known that the model keeps to the masks it is given."""
         self._selects = "logits_to_keep" in inspect.signature(base.forward).parameters
-        self._handles: list[Handle] = [model.register_forward_pre_hook(_Before(self), with_kwargs=True)]
+        before: Any = _Before(self)
+        self._handles: list[Handle] = []
+        self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
 
     def add_cap(self, normaliser: Normaliser, coefficient: float) -> None:
         """Add CAP's term to the losses of the model."""
