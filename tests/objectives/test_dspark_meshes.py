@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import dspark_models
@@ -105,7 +106,7 @@ def test_accumulation_is_one_window() -> None:
 
 
 def test_weight_and_value_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every step other anchors, whatever the random state is when a window is opened and when it is computed."""
+    """Other ones in every step and with every seed, whatever the random state is when they are counted and computed."""
     from torchturbo.objectives.dspark import objective as module
 
     seen: list[Any] = []
@@ -121,13 +122,15 @@ def test_weight_and_value_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     model, batches = dspark_models.model(), dspark_models.packed(2)
     engine = parity.prepared(model, dspark_models.settings())
     engine.context.hooks.run = run = RunStub()
-    engine.prepare(model)
-    for step in range(2):
-        run.step = step
-        parity.step(engine, model, batches)
-    assert seen[:2] == seen[2:4]
-    assert seen[4:6] == seen[6:]
-    assert seen[:4] != seen[4:]
+    for seed, steps in ((7, (0, 1)), (8, (1,))):
+        run.trainer = SimpleNamespace(args=SimpleNamespace(seed=seed))
+        engine.prepare(model)
+        for step in steps:
+            run.step = step
+            parity.step(engine, model, batches)
+    drawn_in = [seen[:4], seen[4:8], seen[8:]]
+    assert [True] * 3 == [one[:2] == one[2:] for one in drawn_in]
+    assert drawn_in[0] != drawn_in[1] != drawn_in[2]
 
 
 class RunStub:
