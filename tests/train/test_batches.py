@@ -114,3 +114,10 @@ def test_padding_is_masked_everywhere() -> None:
     assert batch["input_ids"][0].tolist()[2:] == [7, 7]
     assert batch["labels"][0].tolist()[2:] == [-100, -100]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+def test_an_example_takes_the_room_of_whole_blocks() -> None:
+    """Three of 5 tokens fit into 16, and in blocks of 8 two do: a diffusion model fills each of them up."""
+    examples = [{"input_ids": [at] * 5, "labels": [at] * 5} for at in range(3)]
+    assert [15] == [len(row["input_ids"]) for row in pack(examples, 16)]
+    assert [10, 5] == [len(row["input_ids"]) for row in pack(examples, 16, 8)]
