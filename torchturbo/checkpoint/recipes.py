@@ -88,7 +88,8 @@ def conversions(model: nn.Module, **asked: Any) -> list[Any]:
     kind = type(model)
     model.__class__ = plain_class(kind)
     try:
-        found: list[Any] = get_model_conversion_mapping(model, **asked)
+        owner: Any = model
+        found: list[Any] = get_model_conversion_mapping(owner, **asked)
     finally:
         model.__class__ = kind
     return found
