@@ -20,8 +20,7 @@ from torchturbo.engine.engine import Engine
 from torchturbo.engine.steps import heads as step
 from torchturbo.errors import Problem
 from torchturbo.objectives.heads import extra_heads
-from torchturbo.objectives.mtp.depths import layer_of
-from torchturbo.objectives.mtp.families import BUILD, FAMILIES, Family, find, held_by, said_by
+from torchturbo.objectives.mtp.families import BUILD, FAMILIES, Family, find, held_by, layer_of, said_by
 
 MTP = {"mtp": {"enabled": True}}
 

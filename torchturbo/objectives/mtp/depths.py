@@ -20,15 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchturbo.objectives.mtp.families import Family, layer_of
 from torchturbo.objectives.mtp.serial import SerialHeads
 
 if TYPE_CHECKING:
-    from torchturbo.objectives.mtp.families import Family
     from torchturbo.objectives.planned import Stored
     from torchturbo.objectives.taps import Call
-
-FULL = ("full_attention", "indexed_attention")
-"""Kinds of attention, by their names in configurations, that heads have where none is named for them."""
 
 
 class Join(nn.Module):
@@ -96,35 +93,6 @@ def like(norm: nn.Module, size: int) -> nn.Module:
     epsilon = next(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name))
     made: nn.Module = kind(size, eps=epsilon)
     return made
-
-
-def layer_of(config: Any) -> int:
-    """Return the index of the decoder layer that heads are like: the last one of their kind.
-
-    Where a configuration tells the kinds of layers apart, heads have full attention, unless it says which kind theirs is
-    (``mtp_layer_types``, ``mtp_mlp_layer_types``); and they choose tokens by themselves.
-
-    Raises
-    ------
-    ValueError
-        The model has no such layer.
-
-    """
-    wanted = {
-        "layer_types": getattr(config, "mtp_layer_types", None) or FULL,
-        "mlp_layer_types": getattr(config, "mtp_mlp_layer_types", None) or (),
-        "indexer_types": ("full",),
-    }
-    fitting = list(range(config.num_hidden_layers))
-    for name, known in wanted.items():
-        if (kinds := getattr(config, name, None)) and known:
-            fitting = [at for at in fitting if kinds[at] in known]
-    if not fitting:
-        told = "; ".join(
-            f"{name} {' or '.join(known)}" for name, known in wanted.items() if getattr(config, name, None)
-        )
-        raise ValueError(f"none of the model's layers is like theirs: expected {told}")
-    return fitting[-1]
 
 
 # ---- names in checkpoints ----

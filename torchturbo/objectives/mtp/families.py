@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names under which configurations say how many heads there are."""
+FULL = ("full_attention", "indexed_attention")
+"""Kinds of attention, by their names in configurations, that heads have where none is named for them."""
 OWN_EMBEDDINGS = "mtp_use_dedicated_embeddings"
 """Name under which configurations of Qwen3.5 say whether the heads have embeddings of their own."""
 BUILD = "torchturbo.objectives.mtp.depths:build"
@@ -91,8 +93,6 @@ def find(base: Any, stored: Stored) -> Planned | None:
 
 def _unlike(family: Family, config: Any) -> str:
     """Return why heads as the builder makes them are not what a configuration speaks of; empty where they are."""
-    from torchturbo.objectives.mtp.depths import layer_of
-
     if getattr(config, OWN_EMBEDDINGS, False):
         return f"they have embeddings of their own ({OWN_EMBEDDINGS}), and those built here use the model's"
     try:
@@ -137,3 +137,32 @@ def held_by(family: Family, config: Any, stored: Stored) -> int:
 def _layers(config: Any) -> int:
     layers: int = config.get_text_config(decoder=True).num_hidden_layers
     return layers
+
+
+def layer_of(config: Any) -> int:
+    """Return the index of the decoder layer that heads are like: the last one of their kind.
+
+    Where a configuration tells the kinds of layers apart, heads have full attention, unless it says which kind theirs is
+    (``mtp_layer_types``, ``mtp_mlp_layer_types``); and they choose tokens by themselves.
+
+    Raises
+    ------
+    ValueError
+        The model has no such layer.
+
+    """
+    wanted = {
+        "layer_types": getattr(config, "mtp_layer_types", None) or FULL,
+        "mlp_layer_types": getattr(config, "mtp_mlp_layer_types", None) or (),
+        "indexer_types": ("full",),
+    }
+    fitting = list(range(config.num_hidden_layers))
+    for name, known in wanted.items():
+        if (kinds := getattr(config, name, None)) and known:
+            fitting = [at for at in fitting if kinds[at] in known]
+    if not fitting:
+        told = "; ".join(
+            f"{name} {' or '.join(known)}" for name, known in wanted.items() if getattr(config, name, None)
+        )
+        raise ValueError(f"none of the model's layers is like theirs: expected {told}")
+    return fitting[-1]
