@@ -92,7 +92,7 @@ def documents(batch: Mapping[str, Any]) -> Tensor:
 
 
 def candidates(sequences: Sequences) -> Tensor:
-    """Return which tokens may be anchors [B, S], bool: supervised, followed by a supervised one of the same document."""
+    """Return which tokens may be anchors [B, S], bool: supervised, and so is the next one of the same document."""
     mask, document = sequences.supervised, sequences.documents
     follows = functional.pad(mask[:, 1:] & document[:, 1:].eq(document[:, :-1]), (0, 1), value=False)
     return mask & follows & document.ne(PADDING)

@@ -1,8 +1,8 @@
 """The standalone draft of a dense target: a few Qwen3 layers whose attention also looks into the target's states.
 
 Each layer is Transformers' own, called with blocks [B, A*K, H] as its sequence. The context's keys and values come in
-where a cache's would: made of ``hidden_norm(fc(features))`` by the layer's own projections, norm and rotation. Names and
-architecture are those of DeepSpec's ``Qwen3DSparkModel``
+where a cache's would: made of ``hidden_norm(fc(features))`` by the layer's own projections, norm and rotation. Names
+and architecture are those of DeepSpec's ``Qwen3DSparkModel``
 (https://github.com/deepseek-ai/DeepSpec, ``deepspec/modeling/dspark/qwen3/modeling.py``), without its copies of the
 target's embeddings and head: here the target's own are used, and an export adds them.
 """
@@ -148,5 +148,5 @@ class DenseDraft(Draft):
         return found
 
     def export_beside(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the draft as DeepSpec's ``Qwen3DSparkModel.from_pretrained`` reads it, into the subfolder ``dspark``."""
+        """Write the draft as DeepSpec's ``Qwen3DSparkModel.from_pretrained`` reads it, into a subfolder ``dspark``."""
         files.write(folder, self.config, tensors)

@@ -1,8 +1,8 @@
 """A dense target's draft on disk: DeepSpec's settings, and its checkpoint in the subfolder ``dspark`` of the target's.
 
 The settings are those of DeepSpec's draft configurations, under its names. They come from ``dspark/config.json`` of a
-model's folder, beside which its weights are, or from a mapping ``dspark_config`` in the target's own ``config.json``, of
-which a draft is made anew. An export of the target writes the subfolder again.
+model's folder, beside which its weights are, or from a mapping ``dspark_config`` in the target's own ``config.json``,
+of which a draft is made anew. An export of the target writes the subfolder again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layouts: which models can have a DSpark draft, and what finds it. The support table in the documentation is made of it.
+"""Layouts: which models can have a DSpark draft, and what finds it. The documentation's support table is made of it.
 
 Add a layout: one row of :data:`LAYOUTS`, with a function that says what is built for a model.
 """
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     model_type: str
     """Transformers' name of the target."""
     find: str = DENSE
-    """``package.module:function`` of ``(base, stored)`` that returns the plan of a draft; None where none is asked for."""
+    """``package.module:function`` of ``(base, stored)`` that returns the plan of a draft; None if none is asked for."""
     sequence: str = ""
     """Why it does not work under sequence parallelism; empty where it does."""
     experts: str = ""
@@ -36,8 +36,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("Qwen2, with DeepSpec's Qwen3 draft", "qwen2"),
     Layout("Qwen3, with DeepSpec's Qwen3 draft", "qwen3"),
 )
-"""A draft of a dense target takes no part in the target but for its layers' outputs, embeddings and head; those of these
-families are plain (no scale at embeddings or logits, no soft cap)."""
+"""A draft of a dense target takes no part in the target but for its layers' outputs, embeddings and head; those of
+these families are plain (no scale at embeddings or logits, no soft cap)."""
 
 
 def find(base: Any, stored: Stored) -> Planned | None:

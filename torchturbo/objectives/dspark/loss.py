@@ -4,13 +4,13 @@ For slot j of block a with weight w = eval * exp(-j / gamma), all in at least fl
 
 * ``CE = -log p_d(y)``, y the token of the data;
 * ``L1 = sum over v of |p_d(v) - p_t(v)|``, between 0 and 2, p_t the target's distribution at temperature 1;
-* ``BCE`` of the confidence logit against ``c = clamp(1 - L1 / 2, 0, 1)``, the chance that the target accepts a token drawn
-  from the draft, without a gradient.
+* ``BCE`` of the confidence logit against ``c = clamp(1 - L1 / 2, 0, 1)``, the chance that the target accepts a token
+  drawn from the draft, without a gradient.
 
 ``L = (a_ce sum w CE + a_l1 sum w L1 + a_conf sum w BCE) / D`` with ``D = sum w`` over all ranks and micro-batches of a
 step. DeepSpec (https://github.com/deepseek-ai/DeepSpec), ``deepspec/modeling/dspark/loss.py``; its paper, equation 12.
 
-Logits [rows, V] exist for one chunk of rows at a time, the draft's and the target's, and are computed again in backward.
+Logits [rows, V] exist for one chunk of rows at a time, the draft's and the target's, and computed again in backward.
 """
 
 from __future__ import annotations

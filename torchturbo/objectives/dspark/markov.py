@@ -1,8 +1,8 @@
 """Markov head: adds to a slot's logits a low-rank bias that depends on the token before it.
 
 A block's slots are computed at once and know nothing of each other's tokens. The bias is what is serial in a draft: it
-is W2 times a latent [r], and the three kinds differ in how the latent comes about. Only :meth:`MarkovHead.latent` differs,
-so that the product with W2 [V, r], which makes logits, can be computed for few rows at a time.
+is W2 times a latent [r], and the three kinds differ in how the latent comes about. Only :meth:`MarkovHead.latent`
+differs, so that the product with W2 [V, r], which makes logits, can be computed for few rows at a time.
 DeepSpec (https://github.com/deepseek-ai/DeepSpec), ``deepspec/modeling/dspark/markov_head.py``.
 """
 

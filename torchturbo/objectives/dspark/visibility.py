@@ -1,8 +1,8 @@
 """Visibility: what the slots of a block attend to, as a rule, and as the mask of an attention.
 
 Keys are those of the context, one a token of the row, and behind them those of all blocks: [S + A*K]. A slot of the
-block of anchor p sees the context before p, of p's own document and at most a window's length back, and all slots of its
-own block, in both directions. It sees no other block, and not the context at p: when the draft runs, the target has not
+block of anchor p sees the context before p, of p's own document and at most a window's length back, and all slots of
+its own block, in both directions. It sees no other block, and not the context at p: when the draft runs, the target has not
 computed that token yet. The slots of a block that only fills up see each other, so that no row of attention is empty.
 """
 
@@ -66,7 +66,7 @@ class Visibility:
         return sees
 
     def dense(self, window: int | None = None) -> Tensor:
-        """Return the mask [B, 1, A*K, S + A*K], bool, True for what is seen; ``window`` tokens before an anchor at most."""
+        """Return the mask [B, 1, A*K, S + A*K], bool, True for what is seen; at most ``window`` before an anchor."""
         if (window, True) not in self._made:
             queries, keys = (torch.arange(size, device=self.anchors.device) for size in self.sizes)
             rows = torch.arange(len(self.anchors), device=self.anchors.device)[:, None, None]
@@ -85,7 +85,7 @@ class Visibility:
         return self._made[window, False]
 
     def implementation(self, head_dim: int) -> str:
-        """Return by which of Transformers' attention functions heads of a width should attend: where it pays, the sparse one.
+        """Return by which of Transformers' attention functions heads of a width attend: where it pays, the sparse one.
 
         Flex attention takes heads from 16 on, and casts nothing: under autocast norms leave queries and keys wider than
         values.
