@@ -24,11 +24,9 @@ SLACK = 1.2
 
 def comparisons() -> tuple[Comparison, ...]:
     """Return what is compared; the limit of multi-token prediction follows from the model's sizes."""
-    share = steps.share_of_a_depth()
+    limit = round(SLACK * (1 + steps.share_of_a_depth()), 3)
     return (
-        Comparison(
-            "mtp", steps.mtp, 1, SLACK * (1 + share), "MTP, one depth, chunked loss, over the plain chunked loss"
-        ),
+        Comparison("mtp", steps.mtp, 1, limit, "MTP, one depth, chunked loss, over the plain chunked loss"),
         Comparison("dspark", steps.dspark, 1, None, "DSpark, one layer, over the plain chunked loss"),
         Comparison("routers", steps.routers, 1, None, "both router losses over none"),
         Comparison("diffusion", steps.diffusion, 1, None, "block diffusion over the plain loss"),

@@ -141,7 +141,7 @@ def test_the_program_that_decodes(
     text = (GUIDES / "block-diffusion.md").read_text("utf-8")
     (program,) = re.findall(r'^```python title="write.py"\n(.*?)^```$', text, re.S | re.M)
     exec(compile(program, "write.py", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    assert 1 == capsys.readouterr().out.count("\n")  # the answer of a model that has learned for a moment
 
 
 @pytest.mark.parametrize(
