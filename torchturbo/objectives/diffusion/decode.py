@@ -62,33 +62,44 @@ def decode(
     base: Any = base_model(model)
     hidden = mask_token(base.config) if mask_token_id is None else mask_token_id
     ends = _ends(base.config if eos_token_id is None else eos_token_id)
-    kind = attention_of(base)
-    if hidden is None or block_size < 1 or max_new_tokens < 1 or (steps is not None and steps < 1):
-        raise ValueError(
-            "expected a mask token, and block_size, max_new_tokens and steps of at least 1; got"
-            f" {hidden}, {block_size}, {max_new_tokens} and {steps}"
-        )
-    if kind not in KINDS:
-        raise ValueError(
-            f"the attention {kind} can't express the mask of block diffusion; use one of {', '.join(KINDS)}"
-        )
-    weight = base.get_input_embeddings().weight
-    given = torch.as_tensor(prompt, dtype=torch.int64, device=weight.device).flatten()
+    if hidden is None or min(block_size, max_new_tokens, 1 if steps is None else steps) < 1:
+        told = f"{hidden}, {block_size}, {max_new_tokens} and {steps}"
+        raise ValueError(f"expected a mask token, and block_size, max_new_tokens and steps of at least 1; got {told}")
+    if (kind := attention_of(base)) not in KINDS:
+        raise ValueError(f"{kind} attention can't express the mask of block diffusion; use one of {', '.join(KINDS)}")
+    given = torch.as_tensor(prompt, dtype=torch.int64, device=base.get_input_embeddings().weight.device).flatten()
     start, length = len(given), rounded_up(len(given) + max_new_tokens, block_size)
     text = torch.cat((given, given.new_full((length - start,), hidden)))
-    open_places = torch.arange(length, device=text.device) >= start
-    was_training, end = model.training, start
+    was_training = model.training
     model.eval()
     try:
-        for end in range(start // block_size * block_size + block_size, length + 1, block_size):
-            _fill_block(model, text[:end], open_places[:end], block_size, steps, threshold, hidden)
-            if ends & set(text[start:end].tolist()):
-                break
+        end = _fill(model, text, start, block_size, steps, threshold, hidden, ends)
     finally:
         model.train(was_training)
     answer = text[start : min(end, start + max_new_tokens)].tolist()
     stop = next((at for at, token in enumerate(answer) if token in ends), len(answer))
     return answer[:stop]
+
+
+def _fill(
+    model: nn.Module,
+    text: Tensor,
+    start: int,
+    block_size: int,
+    steps: int | None,
+    threshold: float,
+    hidden: int,
+    ends: set[int],
+) -> int:
+    """Write a text [S] from ``start`` on, in place, up to the block with an end; return where that block ends."""
+    open_places = torch.arange(len(text), device=text.device) >= start
+    end = start // block_size * block_size
+    while end < len(text):
+        end += block_size
+        _fill_block(model, text[:end], open_places[:end], block_size, steps, threshold, hidden)
+        if ends & set(text[start:end].tolist()):
+            break
+    return end
 
 
 def _fill_block(
