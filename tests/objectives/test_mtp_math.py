@@ -94,7 +94,7 @@ def test_the_hidden_state_alone_is_what_a_projection_of_it_sees() -> None:
         hidden, attention_mask=mask, position_embeddings=decoder.rotary_emb(hidden, at), position_ids=at
     )
     logits = model.lm_head(heads.norms[0](left))
-    assert float(functional.cross_entropy(logits[0, :-2], ids[0, 2:])) == pytest.approx(found.depths[0], rel=1e-6)
+    assert functional.cross_entropy(logits[0, :-2], ids[0, 2:]).item() == pytest.approx(found.depths[0], rel=1e-6)
 
 
 def test_the_embedding_comes_first() -> None:

@@ -52,7 +52,7 @@ def frequencies(rows: int) -> float:
 
 def test_every_depth_learns_to_predict_real_text(tmp_path: Path) -> None:
     """From a guess among 256 bytes to less than their frequencies tell: something of the text before is used."""
-    logs = train(tmp_path, rows=8, max_steps=40, learning_rate=1e-2)
+    logs = train(tmp_path, rows=8, max_steps=30, learning_rate=1e-2)
     first, last = logs[0], logs[-1]
 
     for name in ("mtp_1_loss", "mtp_2_loss"):
