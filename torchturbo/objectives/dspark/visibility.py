@@ -3,7 +3,8 @@
 Keys are those of the context, one a token of the row, and behind them those of all blocks: [S + A*K]. A slot of the
 block of anchor p sees the context before p, of p's own document and at most a window's length back, and all slots of
 its own block, in both directions. It sees no other block, and not the context at p: when the draft runs, the target
-has not computed that token yet. The slots of a block that only fills up see each other, so that no row of attention is empty.
+has not computed that token yet. The slots of a block that only fills up see each other, so that no row of
+attention is empty.
 """
 
 from __future__ import annotations
