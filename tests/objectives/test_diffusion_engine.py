@@ -145,6 +145,7 @@ def in_bf16(rank: int, world_size: int) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_bf16_is_near() -> None:
     """Under autocast, and as FSDP2 gathers: masks have the format of the scores."""
     plain = sure()
