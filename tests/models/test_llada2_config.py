@@ -113,6 +113,7 @@ def test_a_command_line_is_parsed_without_the_family() -> None:
     assert "[]\n" == found.stdout
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("module", ["torchturbo.train.model", "torchturbo.adapters.hf_trainer"])
 def test_training_knows_the_family(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaMA-Factory's adapter imports the second one before a model is asked for."""

@@ -154,9 +154,7 @@ class LLaDA2MoeConfig(PreTrainedConfig):  # type: ignore[misc]
         output: dict[str, Any] = super().to_dict()
         rotary = output.pop("rope_parameters", None) or {}
         output |= {name: rotary.pop(name) for name in ROTARY if name in rotary}
-        output.pop(
-            "is_causal", None
-        )  # Transformers notes it while a forward runs; the published files have no such key
+        output.pop("is_causal", None)  # Transformers notes it here while a forward runs
         output["rope_scaling"] = rotary if rotary.get("rope_type", "default") != "default" else None
         return output
 
