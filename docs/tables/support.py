@@ -53,6 +53,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "flex_olmo": {"num_experts": 8},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 4},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 1},
 }
 """What a family's configuration needs where its defaults are no model that is published."""
@@ -155,7 +156,8 @@ def refusals(model_type: str, column: Column, *others: Column) -> list[str]:
     assert stem is not None, type(model)
     found = []
     for problem in engine.problems(model):
-        message = problem.message.replace(stem[0], "the model").replace(f" ({model_type})", "").replace(stem[1], "")
+        message = problem.message.replace(stem[0], "the model").replace(f" ({model_type})", "")
+        message = re.sub(rf"\b{stem[1]}(?=[A-Z])", "", message)  # of the names of its classes
         found.append(message.removesuffix(f", and not on {model_type}"))
     return list(dict.fromkeys(found))
 
