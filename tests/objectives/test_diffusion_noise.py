@@ -11,6 +11,7 @@ from diffusing import BLOCK, FILL, MASK, noise, packed, ragged, rows
 from torch import Tensor
 
 from torchturbo.objectives.diffusion.noise import DOUBLED, EVALUATION, Doubled, documents_of
+from torchturbo.observe.tokens import doubled as counted
 
 
 def halves(doubled: dict[str, Any], name: str = "input_ids") -> tuple[Tensor, Tensor]:
@@ -207,7 +208,7 @@ def test_a_row_without_a_label_is_padding_alone() -> None:
     batch["labels"][:] = -100
     doubled = noise()(batch, 0)
     assert [0] * 2 * BLOCK == doubled["attention_mask"][0].tolist()
-    assert Doubled(BLOCK, BLOCK, whole=False) == doubled[DOUBLED]
+    assert Doubled(BLOCK, BLOCK, whole=False, tokens=12) == doubled[DOUBLED]
 
 
 # ---- the draws ----
@@ -256,3 +257,12 @@ def test_what_has_no_place_in_a_doubled_sequence_is_refused(batch: dict[str, Ten
     """By its name."""
     with pytest.raises(ValueError, match=told):
         noise()(batch, 0)
+
+
+@pytest.mark.parametrize(
+    "batch", [rows, lambda: ragged([12, 9, 5]), lambda: packed([6, 5, 9])], ids=["equal", "ragged", "packed"]
+)
+def test_utilisation_counts_a_doubled_batch_as_the_one_it_was_made_of(batch: Any) -> None:
+    """The meter sees it after its noise."""
+    plain = batch()
+    assert counted(plain, (), BLOCK).tolist() == counted(noise()(plain, 0), (), BLOCK).tolist()

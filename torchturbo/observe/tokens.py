@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchturbo.objectives.diffusion.noise import DOUBLED, Doubled
 from torchturbo.objectives.dspark.anchors import Sequences, candidates
 from torchturbo.objectives.normalise import IGNORE_INDEX
 from torchturbo.observe.flops import Span
@@ -43,18 +44,25 @@ def tally(batch: Mapping[str, Any], spans: Sequence[Span] = ()) -> Tensor | None
 
 
 def doubled(batch: Mapping[str, Any], spans: Sequence[Span], block: int) -> Tensor | None:
-    """Return the same counts for a batch of which block diffusion will make a doubled one, and one more, its targets.
+    """Return the same counts for a batch of which block diffusion makes, or has made, a doubled one, and its targets.
 
     A document of L tokens is filled up to L' in whole blocks, and runs as 2 L' tokens, each of which could see all; the
     mask lets L' (L' + block) pairs through. Targets are L', its noisy half. The first count stays the tokens of the
     batch as it is.
     """
-    layout = _layout(batch)
+    made: Doubled | None = batch.get(DOUBLED)
+    layout = _layout(batch if made is None else _half(batch, made.length))
     if layout is None:
         return None
+    tokens = layout.real.sum() if made is None else layout.seen.new_tensor(made.tokens)
     lengths = (layout.seen * layout.ends + block - 1) // block * block
     pairs = (lengths * (lengths + block)).sum()
-    return torch.stack([layout.real.sum(), 4 * (lengths**2).sum(), *(pairs for _ in spans), lengths.sum()])
+    return torch.stack([tokens, 4 * (lengths**2).sum(), *(pairs for _ in spans), lengths.sum()])
+
+
+def _half(batch: Mapping[str, Any], length: int) -> dict[str, Tensor]:
+    """Return one half of a doubled batch, whose documents are whole blocks already."""
+    return {name: batch[name][:, :length] for name in ("input_ids", "attention_mask", "position_ids")}
 
 
 def drafted(batch: Mapping[str, Any], anchors: int, slots: int) -> Tensor | None:

@@ -42,6 +42,8 @@ class Doubled:
     block_size: int
     whole: bool
     """Whether every row is one document without padding, so that all have the same mask."""
+    tokens: int = 0
+    """Tokens of the batch that was doubled, without padding."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Noise:
             "shift_labels": targets.clone(),
         }
         made = {name: value.to(device) for name, value in made.items()}
-        return made | {DOUBLED: Doubled(length, self.block_size, bool(documents.eq(1).all()))}
+        whole, tokens = bool(documents.eq(1).all()), int(numbers.ne(0).sum())
+        return made | {DOUBLED: Doubled(length, self.block_size, whole, tokens)}
 
     def _row(self, ids: Tensor, labels: Tensor, numbers: Tensor, step: int) -> tuple[Tensor, ...]:
         """Return noisy and clean tokens, targets, positions and document numbers of one row [S], without padding."""
