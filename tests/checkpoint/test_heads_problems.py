@@ -92,6 +92,18 @@ def test_loading_heads_alone_stops_at_the_same(tmp_path: Path) -> None:
         WeightSource.find(str(folder)).load(model)
 
 
+def test_heads_that_nothing_is_made_of_are_told(tmp_path: Path) -> None:
+    """All names are there, and the table makes nothing of some: random values would take their place."""
+    folder = headed.save(tmp_path, "glm4_moe")
+    model = headed.attached(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    model.mtp.transforms = [one for one in model.mtp.transforms if "mtp.norms.0." not in one.target_patterns]
+    source = WeightSource.find(str(folder))
+    norm = source.stored["model.layers.2.shared_head.norm.weight"]
+    source.stored["mtp.norms.0.weight"] = norm  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"holds nothing that makes 1 weights of the extra heads: mtp\.norms"):
+        source.load_heads(model)
+
+
 def test_transformers_says_nothing_of_the_heads_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It has no modules for them, and would print a table; what else it does not know is told as before."""
     import logging

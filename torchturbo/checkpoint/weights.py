@@ -138,9 +138,13 @@ class WeightSource:
             message = f"holds no weights of the heads that its configuration speaks of, such as {_telling(names)}"
             return [Problem(self.name, HEADS, message, f"use a checkpoint with them, or leave {HEADS} off")]
         recipes = self.recipes(base)
-        if missing and any(map(is_of_heads, (*_missing(base, recipes), *recipes.failures))):
+        unmade = [name for name in _missing(base, recipes) if is_of_heads(name)]
+        if missing and (unmade or any(map(is_of_heads, recipes.failures))):
             message = f"lacks {len(missing)} of the {len(names)} weights of the extra heads: {some(missing)}"
             return [Problem(self.name, HEADS, message, f"use the whole checkpoint, or leave {HEADS} off")]
+        if unmade:  # what is there is of another layout, and would leave them with random values
+            message = f"holds nothing that makes {len(unmade)} weights of the extra heads: {some(unmade)}"
+            return [Problem(self.name, HEADS, message, f"leave {HEADS} off")]
         return self._unfit(base, is_of_heads)
 
     def _unfit(self, base: Any, which: Callable[[str], bool]) -> list[Problem]:
