@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchturbo.logging import get_logger
+from torchturbo.objectives.graphs import outside_graphs
 from torchturbo.ops.replace import Attribute, Handle, remove_all
 
 log = get_logger(__name__)
@@ -294,7 +295,7 @@ class Normaliser:
         return (total, *output[1:])
 
     # A term reads what hooks have noted, and its shapes follow the data: it stays out of compiled graphs.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def _with_term(self, loss: Tensor, term: Term, output: Any, batch: Mapping[str, Any]) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and term.coefficient != 0):
             value = term.value(output, batch)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchturbo.objectives.graphs import outside_graphs
 from torchturbo.ops.replace import Handle, remove_all
 
 
@@ -97,7 +98,7 @@ class _Hook:
         self._taps, self._name = taps, name
 
     # A traced hook would note parts of the graph: it stays out of compiled graphs.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __call__(self, *given: Any) -> None:
         if self._taps is not None:
             getattr(self._taps, self._name)(*given)
@@ -113,7 +114,7 @@ class _Watch:
         self._taps, self._call, self._name = taps, call, name
 
     # A traced hook would note parts of the graph: it stays out of compiled graphs.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any = None) -> None:
         if self._taps is None or self._call is None or not self._taps.open:
             return

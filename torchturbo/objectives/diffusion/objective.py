@@ -18,6 +18,7 @@ from torchturbo.objectives.chunked import ChunkedHead, head_of
 from torchturbo.objectives.diffusion.cap import METRIC, Cap, Looking
 from torchturbo.objectives.diffusion.mask import attention_mask, doubled_rule
 from torchturbo.objectives.diffusion.noise import DOUBLED, Doubled
+from torchturbo.objectives.graphs import outside_graphs
 from torchturbo.objectives.normalise import IGNORE_INDEX, Normaliser, Term
 from torchturbo.ops.replace import Attribute, Handle, remove_all
 from torchturbo.parallel.ulysses import NAME as SHARING
@@ -105,7 +106,7 @@ class _Before:
         self.diffusion = diffusion
 
     # A mask is made once a batch, by a rule that is no part of the model: it stays out of compiled graphs.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.diffusion is None:
             return None
