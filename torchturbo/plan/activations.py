@@ -89,7 +89,8 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
         with tracker:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 loss: Any = _loss(base, rows, depths) if config.loss_chunk.enabled else depths.added_to(model, rows)
-            loss.backward()
+            if loss.requires_grad:  # else nothing of the model is trained, and a draft beside it is all that is
+                loss.backward()
             del loss
         tracker.settle_gradients()
     return _peak(tracker, probes)
