@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from torchturbo.engine.steps import routers as step
-from torchturbo.objectives import router_losses
+from torchturbo.objectives import router_losses, routers
 from torchturbo.objectives.heads import attach
 from torchturbo.objectives.mtp.serial import SerialHeads
+from torchturbo.objectives.routers import find_routers
 
 AUX, Z = 0.5, 0.25
 MOE = {"aux_loss_coeff": AUX, "z_loss_coeff": Z}
@@ -240,6 +241,46 @@ def test_a_router_that_peft_trains_whole() -> None:
 
     assert plain == pytest.approx(logged, rel=1e-5)
     assert sum(name.endswith("gate.modules_to_save.default.weight") for name in found.gradients) == 2
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_modules": "all-linear"},
+    ],
+    ids=["one parameter of experts", "both", "all-linear"],
+)
+def test_adapters_of_experts(wanted: dict[str, Any]) -> None:
+    """PEFT wraps the experts, once for each parameter, and at times the router: the losses are those of the router."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(2)
+        return peft.get_peft_model(tiny.model("qwen3_moe"), peft.LoraConfig(r=2, **wanted))
+
+    found, logged = run(adapted())  # before its first step an adapter changes nothing
+    without, _ = run(adapted(), moe={})
+    plain, figures = run(tiny.model("qwen3_moe"))
+
+    assert figures == pytest.approx(logged, rel=1e-5)
+    assert plain.loss == pytest.approx(found.loss, rel=1e-5)
+    assert found.norm != pytest.approx(without.norm, rel=1e-3)
+
+
+def test_an_unknown_router_in_an_adapter_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PEFT has put around it tells nothing of how it scores."""
+    peft = pytest.importorskip("peft")
+    settled = peft.LoraConfig(r=2, target_parameters=["mlp.gate.weight", "mlp.experts.gate_up_proj"])
+    model = peft.get_peft_model(tiny.model("qwen3_moe"), settled).get_base_model()
+    known = find_routers(model)
+    monkeypatch.setattr(routers, "ROUTERS", [])
+    probed = find_routers(model)
+
+    assert [f"{name}.base_layer" for name in GATES] == [one.name for one in probed.found]
+    assert ([], []) == (known.unknown, probed.unknown)
+    assert [one[:3] + one[4:] for one in known.found] == [one[:3] + one[4:] for one in probed.found]
 
 
 def test_half_precision() -> None:

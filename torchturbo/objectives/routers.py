@@ -33,6 +33,8 @@ SCORES: Mapping[str, Score] = {"softmax": _softmax, "sigmoid": torch.sigmoid, "s
 """Functions from logits [T, E] to scores [T, E], of which the k highest choose the experts of a token."""
 HASH = "hash"
 """Score of a router that looks experts up by the token's number: there is nothing to balance, and no loss of it."""
+WRAPPED = ".base_layer"
+"""How the name of a module ends that one of PEFT's adapters wraps."""
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 """Names under which configurations say how many experts a token meets."""
 
@@ -174,7 +176,7 @@ def _known(base: nn.Module, name: str, row: Family) -> Router:
 
 def _top_k(base: nn.Module, name: str) -> int:
     """Return how many experts a token meets: the router, what is around it, or a configuration says so."""
-    module, around = base.get_submodule(name), base.get_submodule(name.rpartition(".")[0])
+    module, around = base.get_submodule(name), base.get_submodule(_unwrapped(name).rpartition(".")[0])
     for owner in (module, around):
         if isinstance(found := getattr(owner, "top_k", None), int):
             return found
@@ -191,12 +193,19 @@ def _blocks(base: nn.Module) -> Iterator[str]:
     """Return the names of the modules that hold experts, each once."""
     fused, seen = find_experts(base), set[str]()
     for name, module in base.named_modules():
-        kind, parent = type(module).__name__, name.rpartition(".")[0]
+        kind, parent = type(module).__name__, _unwrapped(name).rpartition(".")[0]
         listed = isinstance(module, nn.ModuleList) and name.endswith(".experts")
         alike = kind.endswith("Experts") and "Shared" not in kind and not any(_inside(name, one) for one in fused)
         if (name in fused or listed or alike) and parent not in seen:
             seen.add(parent)
             yield parent
+
+
+def _unwrapped(name: str) -> str:
+    """Return where a module stood before PEFT put an adapter around it, or several: ``experts.base_layer`` was ``experts``."""
+    while name.endswith(WRAPPED):
+        name = name.removesuffix(WRAPPED)
+    return name
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -210,6 +219,8 @@ def _probe_block(base: nn.Module, block: str, probed: dict[type, str | Mapping[s
     for child, module in around.named_children():
         if "expert" in child or not any(_is_gate(value, experts) for value in module.parameters()):
             continue
+        while isinstance(inner := getattr(module, WRAPPED[1:], None), nn.Module):
+            child, module = f"{child}{WRAPPED}", inner
         kind = type(module)
         if kind not in probed:
             probed[kind] = find.tried(partial(_probe, experts), module)

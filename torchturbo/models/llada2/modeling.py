@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
 from transformers.integrations.moe import use_experts_implementation
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -32,6 +33,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from torchturbo.models.llada2.configuration import LLaDA2MoeConfig
 from torchturbo.models.llada2.conversion import register_conversions
+
+WRITTEN = "LLaDA2 is written block by block and not token by token; use torchturbo.objectives.diffusion.decode.decode"
+"""What generation is answered with."""
 
 register_conversions(LLaDA2MoeConfig.model_type)
 
@@ -319,9 +323,10 @@ def _ready(mask: Any, dtype: torch.dtype, implementation: str | None) -> Any:
     return mask if mask.dtype == dtype else mask.to(dtype).clamp(min=least)
 
 
-class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
+class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The decoder with its head; the name is the published one.
 
+    It is a model that generates for those that ask for one, as PEFT's CAUSAL_LM does; token by token it can't.
     Tokens that are masked are predicted at their own place. ``labels`` are shifted by one all the same, as Transformers'
     ``ForCausalLMLoss`` does for every model, unless ``shift_labels`` stand beside them: those are taken as they are.
     """
@@ -370,3 +375,11 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
+
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """Raise ValueError: tokens are written by blocks, and not one after the other."""
+        raise ValueError(f"generate: {WRITTEN}")
+
+    def prepare_inputs_for_generation(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        """Raise ValueError, where a program calls ``GenerationMixin.generate`` itself."""
+        raise ValueError(f"generate: {WRITTEN}")
