@@ -15,6 +15,7 @@ from torchturbo.checkpoint.files import (
     write_text,
     write_with,
 )
+from torchturbo.train.run import WEIGHT_FILES
 
 
 def names(folder: Path) -> list[str]:
@@ -90,3 +91,16 @@ def test_files_and_folders_go_into_a_folder_that_has_others(tmp_path: Path) -> N
 
     assert names(tmp_path) == ["config.json", "kept", "templates/new"]
     assert not staging_folder(tmp_path).exists()
+
+
+def test_a_draft_goes_with_the_older_model_that_it_belongs_to(tmp_path: Path) -> None:
+    """A run without heads into the folder of one with some leaves no draft beside a target that it is not for."""
+    staged, out = staging_folder(tmp_path) / "final", tmp_path
+    for path in (staged / "config.json", staged / "model.safetensors", out / "dspark" / "config.json", out / "notes"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+
+    publish_files(staged, out, replacing=WEIGHT_FILES)
+
+    assert ["config.json", "model.safetensors", "notes"] == names(out)
+    assert not (out / "dspark").exists()

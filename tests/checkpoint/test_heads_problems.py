@@ -42,11 +42,31 @@ def narrow(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {JOIN: tensors[JOIN][:, :48].contiguous()}
 
 
+def fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    scale = {JOIN.removesuffix("weight") + "weight_scale_inv": torch.ones(1, 1)}
+    return tensors | {JOIN: tensors[JOIN].to(torch.float8_e4m3fn), EXPERT: tensors[EXPERT].to(torch.int8)} | scale
+
+
+def stray(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    computed = {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    return tensors | {"model.layers.2.weird.weight": torch.ones(2)} | computed
+
+
+def second(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    heads = {
+        name.replace("layers.2.", "layers.3."): one.clone() for name, one in tensors.items() if headed.is_head(name)
+    }
+    return tensors | heads
+
+
 CASES = {
     "none": (without_heads, ["num_nextn_predict_layers is 1 in its config.json, and its files hold no tensor model.layers.2.*"]),
     "an expert": (without(EXPERT), [f"lacks 1 of the 29 weights of the extra heads: {EXPERT}"]),
     "a norm and the join": (without(JOIN, "model.layers.2.enorm.weight"), ["lacks 2 of the 29 weights", JOIN]),
     "shape": (narrow, ["holds mtp.joins.0.eh_proj.weight as [32, 48], the model expects [32, 64]"]),
+    "fp8": (fp8, [f"holds {JOIN} as float8_e4m3fn (and 1 more of its heads' tensors): heads are read without scales"]),
+    "stray": (stray, ["holds 1 tensors of the extra heads that nothing reads: model.layers.2.weird.weight"]),
+    "second": (second, ["num_nextn_predict_layers is 1 in its config.json, and its files hold 2 of them"]),
 }  # fmt: skip
 
 

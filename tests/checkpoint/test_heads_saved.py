@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from torchturbo.checkpoint.hf_export import export
 from torchturbo.checkpoint.weights import WeightSource
+from torchturbo.engine.context import Context
+from torchturbo.engine.engine import Engine
 
 MTP = {"mtp": {"enabled": True}}
 
@@ -87,11 +89,75 @@ def test_a_model_that_lost_its_heads_says_so_wherever_it_is_saved(family: str, t
 
 
 def test_heads_do_not_keep_a_model_from_being_pickled(tmp_path: Path) -> None:
-    """As torch.save of a whole model does."""
-    model = loaded(headed.save(tmp_path, "glm4_moe"))
+    """As torch.save of a whole model does; what is read again is saved as the model is."""
+    model = loaded(headed.save(tmp_path / "model", "glm4_moe"))
     parity.prepared(model, parity.config(**MTP)).release(model)
     other = pickle.loads(pickle.dumps(model))
     assert_same(dict(model.state_dict()), dict(other.state_dict()))
+    other.save_pretrained(tmp_path / "saved")
+    assert_same(headed.stored(tmp_path / "model"), headed.stored(tmp_path / "saved"))
+
+
+def test_a_pickled_target_saves_its_draft_beside_it(tmp_path: Path) -> None:
+    """None of it is in the target's own files."""
+    model = draft_models.target()
+    parity.prepared(model, parity.config(**MTP)).release(model)
+    pickle.loads(pickle.dumps(model)).save_pretrained(tmp_path)
+    assert [] == [name for name in headed.stored(tmp_path) if name.startswith("mtp.")]
+    own, written = dict(model.mtp.state_dict()), load_file(tmp_path / "dspark/model.safetensors")
+    assert_same(own, {name: written[name] for name in own})
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_an_engine_trains_the_heads_that_a_copy_came_with(copied: Any, tmp_path: Path) -> None:
+    """They are the copy's own, with the weights that were trained; an engine without takes them out and says so."""
+    model = loaded(headed.save(tmp_path / "model", "glm4_moe"))
+    parity.prepared(model, parity.config(**MTP)).release(model)
+    with torch.no_grad():
+        model.mtp.layers[0].self_attn.o_proj.weight.add_(1)
+    other = copied(model)
+    heads = other.mtp
+    engine = parity.prepared(other, parity.config(**MTP))
+    assert other.mtp is heads
+    assert heads is not model.mtp
+    assert_same(dict(model.mtp.state_dict()), dict(heads.state_dict()))
+    engine.release(other).save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "original")
+    assert_same(headed.stored(tmp_path / "original"), headed.stored(tmp_path / "saved"))
+    without = copied(model)
+    parity.prepared(without, parity.config())
+    assert not hasattr(without, "mtp")
+    assert 0 == without.config.num_nextn_predict_layers
+
+
+def test_a_kept_draft_is_held_against_resized_embeddings() -> None:
+    """Its Markov head has a row for each token."""
+    model = draft_models.target()
+    parity.prepared(model, parity.config(**MTP)).release(model)
+    before = model.config.vocab_size
+    model.resize_token_embeddings(before + 8)
+    engine = Engine(parity.config(**MTP), Context())
+    (problem,) = [problem for problem in engine.problems(model) if problem.key == "mtp.enabled"]
+    assert f"know {before} tokens, and its embeddings have {before + 8}" in problem.message
+
+
+def test_a_draft_that_is_left_aside_or_begins_anew_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And an export into a folder with an earlier one takes that away: it belongs to another target."""
+    model = draft_models.target()
+    parity.prepared(model, parity.config(**MTP))
+    export(model, tmp_path, saved_dtypes={})
+    assert (tmp_path / "dspark/model.safetensors").is_file()
+    target = loaded(tmp_path)
+    capfd.readouterr()
+    parity.prepared(target, parity.config())
+    assert "dspark is left aside: what is saved will have no draft" in "".join(capfd.readouterr())
+    export(target, tmp_path, saved_dtypes={})
+    assert not (tmp_path / "dspark").exists()
+    assert "dspark is removed" in "".join(capfd.readouterr())
+    parity.prepared(loaded(tmp_path), parity.config(**MTP))
+    assert "it begins anew" in "".join(capfd.readouterr())
 
 
 def test_copies_are_written_only_where_the_checkpoint_has_them(tmp_path: Path) -> None:

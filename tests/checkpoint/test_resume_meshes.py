@@ -10,7 +10,7 @@ import pytest
 from launching import launch
 
 from torchturbo.checkpoint.record import run_facts, write_record
-from torchturbo.checkpoint.resume import format_problem, resume_problems
+from torchturbo.checkpoint.resume import format_problem, resume_problems, tell_objectives
 from torchturbo.parallel.batch import BatchPlan
 
 ARGUMENTS: dict[str, Any] = {
@@ -99,6 +99,41 @@ def test_the_optimizer_can_never_differ(tmp_path: Path) -> None:
     changed = '{"optimizer": {"name": "muon"}}'
     words = ["--tt_resume_allow", "optimizer.name"]
     assert ["optimizer.name"] == [key for key, _ in compared(tmp_path, facts(1, 4), facts(1, 4), "{}", changed, *words)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "key"),
+    [
+        ('{"mtp": {"enabled": true}}', '{"mtp": {"enabled": true}, "dspark": {"enabled": false}}', "dspark.enabled"),
+        (
+            '{"mtp": {"enabled": true}}',
+            '{"mtp": {"enabled": true, "loss_scaling_factor": 0}}',
+            "mtp.loss_scaling_factor",
+        ),
+    ],
+)
+def test_heads_can_not_leave_training(saved: str, now: str, key: str, tmp_path: Path) -> None:
+    """Under the name of what takes them out, whatever is allowed; where there are none it is no difference."""
+    same = facts(1, 1)
+    ((told, message),) = compared(tmp_path, same, same, saved, now, "--tt_resume_allow", key)[:1]
+    assert key == told
+    assert "other parameters would be trained" in message
+    assert [] == compared(tmp_path, same, same, "{}", now.replace("true", "false"))
+
+
+def test_another_weight_of_a_loss_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With both values; a weight that is written out and the default are one."""
+    same = facts(1, 1)
+    saved = '{"mtp": {"enabled": true}, "moe": {"aux_loss_coeff": 0.01}}'
+    now = '{"mtp": {"enabled": true, "loss_scaling_factor": 0.3}, "dspark": {"num_anchors": 512}}'
+    assert [] == compared(tmp_path, same, same, saved, now)
+    config = launch([], file=now, name="b.json").config
+    assert config is not None
+    tell_objectives(tmp_path, config)
+    text = " ".join("".join(capfd.readouterr()).split())
+    assert "another mtp.loss_scaling_factor: 0.1 in the checkpoint's run, 0.3 in this one" in text
+    assert "another moe.aux_loss_coeff: 0.01 in the checkpoint's run, 0.0 in this one" in text
+    assert "num_anchors" not in text
 
 
 def test_a_record_without_the_size_of_a_step_is_compared_as_it_was(tmp_path: Path) -> None:

@@ -211,8 +211,7 @@ def test_a_model_without_heads_is_refused() -> None:
 
     assert problem.key == "mtp.enabled"
     assert problem.place.endswith("parity.json:1:98")
-    assert problem.message == "LlamaForCausalLM (llama) has no extra heads: none are known for this kind of model"
-    assert problem.remedy.startswith("use one of DeepSeek-V3 and R1, DeepSeek-V3.2, ")
+    assert problem.message.startswith("LlamaForCausalLM (llama) has no extra heads: ")
     assert problem.remedy.endswith(", or set it to false")
     assert "MiMo" not in problem.remedy
 
@@ -281,6 +280,37 @@ def test_files_with_fewer_heads_than_the_configuration_says_are_refused(tmp_path
     assert problem.message.endswith("num_nextn_predict_layers is 2 in its config.json, and its files hold 1")
 
 
+@pytest.mark.parametrize("said", [-1, True, "1", 1.0])
+def test_what_is_no_number_of_heads_is_refused(said: Any) -> None:
+    """With what was found and what was expected."""
+    model = tiny_mtp.model("glm4_moe")
+    model.config.__dict__["num_nextn_predict_layers"] = said
+
+    (problem,) = problems(model)
+
+    expected = f"num_nextn_predict_layers is {said!r} in its config.json; expected a whole number, 0 or more"
+    assert expected in problem.message
+
+
+def test_heads_without_a_weight_beside_a_frozen_model_are_refused() -> None:
+    """Nothing would be left to train; it is told with the key of the weight."""
+    settings = {"mtp": {"enabled": True, "loss_scaling_factor": 0}, "freeze_policy": {"language_model": True}}
+
+    found = Engine(parity.config(**settings), Context()).problems(tiny_mtp.model("glm4_moe"))
+
+    assert ["mtp.loss_scaling_factor"] == [problem.key for problem in found if "left to train" in problem.message]
+
+
+def test_a_model_with_a_module_in_the_heads_place_is_refused() -> None:
+    """Of its own class's making."""
+    model = tiny_mtp.model("glm4_moe")
+    model.mtp = torch.nn.Linear(2, 2)
+
+    (problem,) = problems(model)
+
+    assert "has a module mtp of its own (Linear)" in problem.message
+
+
 def test_a_head_that_the_files_hold_in_part_is_refused(tmp_path: Path) -> None:
     """Nothing of it is made up."""
     from transformers import AutoModelForCausalLM
@@ -347,7 +377,7 @@ def test_what_a_family_can_not_do_is_refused_with_its_reason(
     found = problems(tiny_mtp.model("glm4_moe"), Context(world_size=2), parallel_plan={path: 2})
 
     (problem,) = [problem for problem in found if problem.key == f"parallel_plan.{path}"]
-    assert "heads of GLM do not work with it: its heads look at all tokens" in problem.message
+    assert "head of GLM would not work with it: its heads look at all tokens" in problem.message
     assert problem.remedy == "set it to 1, or mtp.enabled to false"
 
 

@@ -21,7 +21,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from torchturbo.checkpoint import native, output
+from torchturbo.checkpoint import native, output, resume
 from torchturbo.checkpoint.background import Background
 from torchturbo.checkpoint.claims import Claims
 from torchturbo.checkpoint.damage import STATE_NAME, saved_step
@@ -130,6 +130,7 @@ class CheckpointMixin:
         problems, allowed = resume_problems(folder, self.turbo.config, self.turbo_run(), resume_flag())
         if problems:
             raise ConfigError(problems)
+        resume.tell_objectives(folder, self.turbo.config)
         self._allowed = {name: (read_facts(folder) or {}).get(name) for name in allowed}
         for name in allowed:
             log.warning_rank0("resuming with another %s than the checkpoint's, as allowed", name)

@@ -63,12 +63,12 @@ def publish_folder(staged: Path, place: Path) -> None:
 def publish_files(staged: Path, folder: Path, *, replacing: Sequence[str] = ()) -> None:
     """Move every file of a finished folder into another one; the model's configuration, which names it, goes last.
 
-    Files that match a pattern of ``replacing`` and are not in the finished folder belong to an older model and go.
+    What matches a pattern of ``replacing`` and is not in the finished folder belongs to an older model and goes.
     """
     for pattern in replacing:
         for old in folder.glob(pattern):
             if not (staged / old.name).exists():
-                old.unlink()
+                remove(old)
     for source in sorted(staged.iterdir(), key=lambda path: (path.name == "config.json", path.name)):
         if source.is_dir() or (folder / source.name).is_dir():
             remove(folder / source.name)  # a tokenizer's further templates; a folder can't replace one that holds files

@@ -10,9 +10,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,15 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from torchturbo.checkpoint.slices import Converted, Leaf, Reader, fill, headers
 from torchturbo.objectives.heads import NAME, ExtraHeads, extra_heads, is_of_heads
 from torchturbo.objectives.mtp.families import COUNTS, family_of, said_by
-from torchturbo.ops.replace import OURS, Attribute
+from torchturbo.ops.replace import Attribute
+
+if TYPE_CHECKING:
+    from torchturbo.checkpoint.recipes import Recipes
+    from torchturbo.checkpoint.slices import Stored
 
 BELOW = f"{NAME}."
+COMPUTED = "rotary_emb.inv_freq"
+"""How the names end of what older checkpoints hold and models compute."""
 
 
 def in_checkpoint(base: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -68,6 +75,53 @@ def copies(base: nn.Module, written: Collection[str]) -> dict[str, list[str]]:
         if (shared := place.get(id(tensors.get(name)))) is not None:
             found.setdefault(shared, []).append(other)
     return found
+
+
+def packed_in_files(base: nn.Module, recipes: Recipes, stored: Mapping[str, Stored]) -> str:
+    """Return which tensor of the files a head would be made of although it is not in numbers to train; empty for none.
+
+    FP8 and integers mean something with their scales alone, which the heads' table does not read.
+    """
+    heads, expected = extra_heads(base), base.state_dict(keep_vars=True)
+    used = {
+        name
+        for target, source in recipes.sources.items()
+        if is_of_heads(target) and target in expected and expected[target].is_floating_point()
+        for name in source.names
+    }
+    used |= {name for name, one in stored.items() if one.dtype is None and heads is not None and heads.owns(name)}
+    return _packed({name: stored[name] for name in used})
+
+
+def packed_beside(heads: ExtraHeads) -> str:
+    """Return the same of heads that are read from files of their own."""
+    return _packed(headers(heads.files))
+
+
+def _packed(stored: Mapping[str, Stored]) -> str:
+    packed = sorted(name for name, one in stored.items() if _is_packed(one.dtype))
+    if not packed:
+        return ""
+    kind = stored[packed[0]].dtype
+    what = "a format that torch has not" if kind is None else str(kind).removeprefix("torch.")
+    more = f" (and {len(packed) - 1} more of its heads' tensors)" if len(packed) > 1 else ""
+    return f"holds {packed[0]} as {what}{more}: heads are read without scales, from float32, bfloat16 or float16"
+
+
+def _is_packed(dtype: torch.dtype | None) -> bool:
+    return dtype is None or not dtype.is_floating_point or dtype.itemsize == 1
+
+
+def unread_in_files(heads: ExtraHeads, recipes: Recipes) -> list[str]:
+    """Return the tensors of the files that are the heads', and that nothing of them is made of; exports would lack them.
+
+    Copies of the model's own weights, and frequencies that are computed, are no loss.
+    """
+    return [
+        name
+        for name in recipes.unexpected
+        if heads.owns(name) and name not in heads.copies and not name.endswith(COMPUTED)
+    ]
 
 
 # ---- values for what no file holds ----
@@ -243,9 +297,9 @@ def save_beside(heads: ExtraHeads, folder: Path, tensors: Mapping[str, Tensor]) 
     heads.export_beside(folder, {name.removeprefix(BELOW): one.detach().cpu() for name, one in tensors.items()})
 
 
-OURS.add(save_pretrained)
-
-
 def saves_heads(base: nn.Module) -> Attribute:
-    """Let a model's own ``save_pretrained`` write its extra heads, too; removing what is returned ends that."""
-    return Attribute(base, "save_pretrained", MethodType(save_pretrained, base))
+    """Let a model's own ``save_pretrained`` write its extra heads, too; removing what is returned ends that.
+
+    It is no bound method: a pickle would hold the name of one alone, which a copy would find in its class.
+    """
+    return Attribute(base, "save_pretrained", partial(save_pretrained, base))

@@ -33,15 +33,18 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from torchturbo.checkpoint.files import remove
 from torchturbo.checkpoint.heads import copies, in_checkpoint, save_beside
 from torchturbo.checkpoint.recipes import conversions, plain_class, state
 from torchturbo.engine.model import base_model
-from torchturbo.objectives.heads import extra_heads, is_of_heads
+from torchturbo.logging import get_logger
+from torchturbo.objectives.heads import BESIDE, extra_heads, is_of_heads
 from torchturbo.parallel.agree import from_first, is_first, together
 
 MAX_SHARD_SIZE = "5GB"
 """The most bytes of one file. ``save_pretrained`` has ten times as much; the first rank holds one file in memory."""
 WHAT = "exporting the model"
+log = get_logger(__name__)
 
 
 @dataclass
@@ -270,6 +273,9 @@ class _Writer:
         for old in (*self.folder.glob("model-*-of-*.safetensors"), self.folder / SAFE_WEIGHTS_NAME):
             if old.name not in self.plan.files:
                 old.unlink(missing_ok=True)
+        if not self.plan.beside and (self.folder / BESIDE / "config.json").is_file():  # another target's draft
+            log.warning_rank0("%s is removed: it is the draft of an earlier model", self.folder / BESIDE)
+            remove(self.folder / BESIDE)
         index = self.folder / SAFE_WEIGHTS_INDEX_NAME
         if self.plan.index is None:
             index.unlink(missing_ok=True)

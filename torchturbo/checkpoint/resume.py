@@ -43,16 +43,33 @@ CONSEQUENCES: Mapping[str, tuple[str, ...]] = {
 """Facts that follow from others: where one of those differs too, that one is the difference to tell of."""
 WARNED = "plugin_code"
 """Fact whose difference is told and stops nothing: a plugin's code changes with each of its comments."""
+TRAINED = ("mtp.loss_scaling_factor", "dspark.loss_scaling_factor", "dspark.enabled")
+"""What, at 0 or off, takes heads out of training; between other values it may differ."""
 NEVER_ALLOWED = (
     "optim",
     "optim_args",
     "optimizer.name",
     "mtp.enabled",
+    *TRAINED,
     "freeze_policy.vision_tower",
     "freeze_policy.multi_modal_projector",
     "freeze_policy.language_model",
 )
 """What the optimizer's saved state is made for: no other state continues it."""
+
+OBJECTIVES = (
+    "mtp.loss_scaling_factor",
+    "dspark.loss_scaling_factor",
+    "dspark.num_anchors",
+    "dspark.loss_decay_gamma",
+    "dspark.ce_loss_alpha",
+    "dspark.l1_loss_alpha",
+    "dspark.confidence_loss_alpha",
+    "moe.aux_loss_coeff",
+    "moe.z_loss_coeff",
+    "diffusion.cap_lambda",
+)
+"""What a run's losses are made of. It may differ, as schedules of such weights need it, and is told."""
 
 
 @functools.cache
@@ -131,7 +148,8 @@ def resume_problems(
             str(folder / name), "", "can't be read, so that the runs can't be compared", "use another one"
         )
         return [damaged], []
-    changes = _config_changes(folder, config) | _fact_changes(saved, facts)
+    recorded = _recorded(folder)
+    changes = _config_changes(recorded, config) | _trained_changes(recorded, config) | _fact_changes(saved, facts)
     if STEP_SIZE in saved and saved[STEP_SIZE] == facts.get(STEP_SIZE):  # another mesh, the same steps
         changes = {name: pair for name, pair in changes.items() if name not in STEP_PARTS}
     changes = {name: pair for name, pair in changes.items() if not changes.keys() & set(CONSEQUENCES.get(name, ()))}
@@ -176,7 +194,34 @@ def _strict_keys() -> list[str]:
     return [path for path, key in KEYS.items() if key.strict_on_resume]
 
 
-def _config_changes(folder: Path, config: EngineConfig) -> dict[str, tuple[Any, Any]]:
+def tell_objectives(folder: Path, config: EngineConfig) -> None:
+    """Log a line for each number of the losses that a recorded run had another one of: its key, and both."""
+    recorded = _recorded(folder)
+    for path in OBJECTIVES:
+        before, after = _value(recorded, path), _value(config, path)
+        if before != after:
+            text = "resuming with another %s: %s in the checkpoint's run, %s in this one; the loss is another one"
+            log.warning_rank0(text, path, shown(before), shown(after))
+
+
+def _value(config: EngineConfig, path: str) -> Any:
+    value = config.get(path)
+    return KEYS[path].default if value is None else value
+
+
+def _trained_changes(recorded: EngineConfig, config: EngineConfig) -> dict[str, tuple[Any, Any]]:
+    """Return which keys take heads out of training, or into it: the optimizer's saved state is for what was trained.
+
+    Only where both runs have heads; without, those keys do nothing.
+    """
+    if not (recorded.get("mtp.enabled") and config.get("mtp.enabled")):
+        return {}
+    pairs = {path: (_value(recorded, path), _value(config, path)) for path in TRAINED}
+    return {path: pair for path, pair in pairs.items() if bool(pair[0]) != bool(pair[1])}
+
+
+def _recorded(folder: Path) -> EngineConfig:
+    """Return the configuration of the run that made a checkpoint."""
     from torchturbo.config.file import read_file
     from torchturbo.config.merge import merge
     from torchturbo.engine.config import config_of
@@ -184,8 +229,11 @@ def _config_changes(folder: Path, config: EngineConfig) -> dict[str, tuple[Any, 
     merged = merge([read_file(str(folder / CONFIG_NAME))])
     if merged.problems:
         raise ConfigError(merged.problems)
-    saved = config_of(merged)
-    pairs = {path: (saved.get(path), config.get(path)) for path in _strict_keys()}
+    return config_of(merged)
+
+
+def _config_changes(recorded: EngineConfig, config: EngineConfig) -> dict[str, tuple[Any, Any]]:
+    pairs = {path: (recorded.get(path), config.get(path)) for path in _strict_keys()}
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -215,6 +263,8 @@ def _words(value: Any) -> str:
 
 def _effect(name: str) -> str:
     """Say in words what a difference would do to the run, since nothing else would show it."""
+    if name in TRAINED:
+        return "other parameters would be trained than the optimizer's state is of"
     if name in SCHEDULE_ARGUMENTS:
         return "the learning-rate schedule would jump"
     if name in DATA_FACTS:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from torchturbo.checkpoint.heads import initialise, names_in_checkpoint
+from torchturbo.checkpoint.heads import initialise, names_in_checkpoint, packed_beside, packed_in_files, unread_in_files
 from torchturbo.checkpoint.recipes import Recipes, find_recipes, state
 from torchturbo.checkpoint.slices import Reader, Source, Stored, fill, headers
 from torchturbo.engine.model import base_model
@@ -128,7 +128,11 @@ class WeightSource:
         """
         base: Any = base_model(model)
         heads = extra_heads(base)
-        if heads is None or heads.pattern is None:
+        if heads is None:
+            return []
+        if packed := packed_beside(heads):
+            return [Problem(self.name, HEADS, packed, f"use bf16 weights, or leave {HEADS} off")]
+        if heads.pattern is None:
             return []
         names = names_in_checkpoint(base, heads)
         missing = [name for name in names if name not in self.stored]
@@ -138,6 +142,8 @@ class WeightSource:
             message = f"holds no weights of the heads that its configuration speaks of, such as {_telling(names)}"
             return [Problem(self.name, HEADS, message, f"use a checkpoint with them, or leave {HEADS} off")]
         recipes = self.recipes(base)
+        if packed := packed_in_files(base, recipes, self.stored):
+            return [Problem(self.name, HEADS, packed, f"use a bf16 checkpoint, or leave {HEADS} off")]
         unmade = [name for name in _missing(base, recipes) if is_of_heads(name)]
         if missing and (unmade or any(map(is_of_heads, recipes.failures))):
             message = f"lacks {len(missing)} of the {len(names)} weights of the extra heads: {some(missing)}"
@@ -145,6 +151,10 @@ class WeightSource:
         if unmade:  # what is there is of another layout, and would leave them with random values
             message = f"holds nothing that makes {len(unmade)} weights of the extra heads: {some(unmade)}"
             return [Problem(self.name, HEADS, message, f"leave {HEADS} off")]
+        if unread := unread_in_files(heads, recipes):
+            message = f"holds {len(unread)} tensors of the extra heads that nothing reads: {some(unread)}"
+            remedy = f"use the config.json that belongs to these weights, take them out, or leave {HEADS} off"
+            return [*self._unfit(base, is_of_heads), Problem(self.name, HEADS, message, remedy)]
         return self._unfit(base, is_of_heads)
 
     def _unfit(self, base: Any, which: Callable[[str], bool]) -> list[Problem]:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 NAME = "mtp"
 """Name of the child. It belongs to none of the parts that ``freeze_policy`` freezes."""
+BESIDE = "dspark"
+"""Folder beside a model's own files that holds the draft of a dense target."""
 
 
 class ExtraHeads(nn.Module):
@@ -46,11 +48,25 @@ class ExtraHeads(nn.Module):
         """Return whether a tensor of a checkpoint belongs to the heads, by its name in the files."""
         return self.pattern is not None and self.pattern.match(name) is not None
 
+    def unlike(self, base: Any) -> str:
+        """Return what of a model that has the heads, and was changed since, is not as they need it; empty for nothing.
+
+        It completes "the heads that the model has …".
+        """
+        return ""
+
     def export_beside(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the heads into an exported model's folder, in files of their own; called on the first rank alone.
 
         ``tensors`` are whole, on the CPU, and named as below the heads.
         """
+
+
+def draft_beside(base: Any) -> str:
+    """Return the folder of the draft beside a model that was read from a folder; empty where there is none."""
+    source = getattr(getattr(base, "config", None), "_name_or_path", "")
+    folder = Path(source, BESIDE) if source else None
+    return str(folder) if folder is not None and (folder / "config.json").is_file() else ""
 
 
 def extra_heads(base: nn.Module) -> ExtraHeads | None:

@@ -26,6 +26,7 @@ from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import LogLevel, at_least, get_logger
+from torchturbo.objectives.heads import BESIDE
 from torchturbo.observe.size import size
 from torchturbo.parallel.agree import from_first, together
 from torchturbo.train.batches import Collator, packing_leak
@@ -39,7 +40,7 @@ from torchturbo.train.prepare import Job, check_heads, prepare, vocabulary
 MOST_LEAK = 1e-3
 MOST_LEAK_BF16 = 3e-2
 """Relative change of the logits that rounding explains; attention across documents changes them by far more."""
-WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
+WEIGHT_FILES = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", BESIDE)
 """What holds a model's weights: an older run's file of these would be loaded beside, or before, the new ones."""
 LOCK = ".torchturbo.lock"
 log = get_logger(__name__)

@@ -16,7 +16,8 @@ from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
-from torchturbo.objectives.heads import ExtraHeads, attach, detach
+from torchturbo.objectives.dspark import layouts
+from torchturbo.objectives.heads import BESIDE, NAME, ExtraHeads, attach, detach, draft_beside, extra_heads
 from torchturbo.objectives.mtp.families import FAMILIES
 from torchturbo.objectives.planned import Planned
 
@@ -59,8 +60,15 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if base is not model or getattr(base, "_hf_peft_config_loaded", False):
         message = "adapters are saved without the model, and the heads would be lost"
         return [Problem(place, KEY, message, "train the whole model, or set it to false")]
-    if base in KEPT:
-        return []
+    if (found := getattr(base, NAME, None)) is not None and not isinstance(found, ExtraHeads):
+        message = (
+            f"{kind} has a module {NAME} of its own ({type(found).__name__}), in whose place the heads would stand"
+        )
+        return [Problem(place, KEY, message, "set it to false")]
+    if (kept := KEPT.get(base) or extra_heads(base)) is not None:
+        wrong = kept.unlike(base)
+        remedy = "train the heads anew: save the model without them, and load it again"
+        return [Problem(place, KEY, f"the heads that {kind} has {wrong}", remedy)] if wrong else []
     if isinstance(model, FSDPModule):
         message = f"this {type(model).__name__} was sharded without extra heads"
         return [Problem(place, KEY, message, "make the model anew")]
@@ -71,7 +79,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     problems = []
     for path, reason in ((SP_SIZE, planned.sequence), (EP_SIZE, planned.experts)):
         if reason and config.get(path) != 1:
-            message = f"the {planned.kind} do not work with it: {reason}"
+            message = f"{planned.kind} would not work with it: {reason}"
             problems.append(Problem(config.origin(path).place, path, message, f"set it to 1, or {KEY} to false"))
     return problems or _unlike_files(base, planned.build, _source(base, context))
 
@@ -95,6 +103,10 @@ def _planned(base: Any, stored: frozenset[str] | None) -> Planned:
         found: Planned | None = getattr(import_module(module), name)(base, stored)
         if found is not None:
             return found
+    if any(row.find == layouts.DENSE and row.model_type == base.config.model_type for row in layouts.LAYOUTS):
+        obstacle = "its family has none for multi-token prediction, and nothing says which DSpark draft it is to get"
+        remedy = f"add dspark_config to its config.json, or a folder {BESIDE}/ with a draft"
+        return Planned("extra heads", obstacle=obstacle, remedy=remedy)
     known = ", ".join(family.name for family in FAMILIES if not family.refused)
     return Planned("extra heads", obstacle="none are known for this kind of model", remedy=f"use one of {known}")
 
@@ -117,8 +129,11 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Build a model's heads, as new members of it; without them its configuration says so, in exports too."""
     base: Any = base_model(model)
     changes = CHANGES[base] = Changes()
+    _adopt(base)
     if not config.mtp.enabled:
         changes.said = say_none(base)
+        if left := draft_beside(base):
+            log.warning_rank0("%s is left aside: what is saved will have no draft (%s is off)", left, KEY)
         return
     if problems := check(model, config, context):
         fail(problems)
@@ -127,6 +142,13 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     else:
         _build(base, context)
     changes.saving = saves_heads(base)
+
+
+def _adopt(base: Any) -> None:
+    """Know the heads of a model that is a copy of one that has some: copied, or read from a pickle."""
+    heads = detach(base)
+    if heads is not None:
+        KEPT.setdefault(base, heads)
 
 
 def _build(base: Any, context: Context) -> None:
@@ -147,6 +169,8 @@ def _build(base: Any, context: Context) -> None:
     KEPT[base] = heads
     count = sum(parameter.numel() for parameter in heads.parameters())
     log.info_rank0("extra heads: %s (%s parameters)", planned.kind, f"{count:,}")
+    if heads.made_new and source is not None:
+        log.warning_rank0("%s: the files have no weights of it, and it begins anew", planned.kind)
     if source is None and not empty:
         initialise(base, heads)
         log.info_rank0("the model is from no checkpoint: its extra heads begin with random weights")

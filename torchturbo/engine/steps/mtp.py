@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -14,6 +14,7 @@ from torchturbo.errors import Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
 from torchturbo.objectives.heads import extra_heads
+from torchturbo.objectives.mtp.families import family_of
 from torchturbo.objectives.mtp.objective import MultiTokenPrediction, metric
 from torchturbo.objectives.mtp.serial import SerialHeads
 from torchturbo.objectives.taps import Taps
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torchturbo.engine.context import Context
     from torchturbo.plugins.contract import Run
 
-ENABLED, WEIGHT = "mtp.enabled", "mtp.loss_scaling_factor"
+ENABLED, WEIGHT, FROZEN = "mtp.enabled", "mtp.loss_scaling_factor", "freeze_policy.language_model"
 log = get_logger(__name__)
 
 
@@ -51,12 +52,31 @@ class LossLog(Plugin):
 
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
     """Return a problem where the model's loss has no place for those of its heads."""
-    base = base_model(model)
-    if not config.mtp.enabled or computes_causal_cross_entropy(base):
+    base: Any = base_model(model)
+    if not config.mtp.enabled:
         return []
+    if computes_causal_cross_entropy(base):
+        return _idle(base, config)
     message = f"{type(base).__name__} computes a loss of its own, which takes no further term"
     remedy = "train the language model alone (AutoModelForCausalLM), or set it to false"
     return [Problem(config.origin(ENABLED).place, ENABLED, message, remedy)]
+
+
+def _idle(base: Any, config: EngineConfig) -> list[Problem]:
+    """Return a problem where the heads are all that could be trained, and are not."""
+    if config.mtp.loss_scaling_factor != 0 or not config.freeze_policy.language_model or not hasattr(base, "config"):
+        return []
+    config_of_text = base.config.get_text_config(decoder=True)
+    if config_of_text is not base.config or family_of(base.config) is None or _has_draft(base):
+        return []  # encoders may be left to train
+    message = f"with the language model frozen ({FROZEN}), nothing but the heads is left to train"
+    return [Problem(config.origin(WEIGHT).place, WEIGHT, message, "give their loss a weight, or freeze less")]
+
+
+def _has_draft(base: Any) -> bool:
+    from torchturbo.objectives.dspark.layouts import find
+
+    return find(base, None) is not None  # whose loss has a weight of its own
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
@@ -79,7 +99,8 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         heads.requires_grad_(False)
     if config.mtp.log_loss and not any(isinstance(plugin, LossLog) for plugin in context.hooks.plugins):
         context.hooks.plugins += (LossLog(),)
-    log.info_rank0("multi-token prediction: %d depths, weight %g", heads.depths, weight)
+    depths = "1 depth" if heads.depths == 1 else f"{heads.depths} depths"
+    log.info_rank0("multi-token prediction: %s, weight %g", depths, weight)
 
 
 def undo(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ Under sequence parallelism it gets the whole rows' features and some of their bl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,12 @@ class Draft(ExtraHeads):
     def confidence(self) -> ConfidenceHead | None:
         """Return the head that foretells whether a slot's token is accepted; None where the draft has none."""
         return None
+
+    def unlike(self, base: Any) -> str:
+        """Return whether the Markov head knows as many tokens as the model, whose embeddings may have been resized."""
+        known = None if self.markov is None else self.markov.markov_w2.weight.shape[0]
+        wanted = base.get_input_embeddings().weight.shape[0]
+        return "" if known in (None, wanted) else f"know {known} tokens, and its embeddings have {wanted}"
 
     def features(self, states: Sequence[Tensor]) -> Tensor:
         """Return the features [B, S, m*H] of the m tapped layers' outputs, which are [B, S, ..., H] and detached.

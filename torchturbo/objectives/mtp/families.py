@@ -71,6 +71,8 @@ def find(base: Any, stored: Stored) -> Planned | None:
     if family is None:
         return None
     kind = f"multi-token prediction heads of {family.name}"
+    if wrong := _no_number(base.config):
+        return Planned(kind, obstacle=wrong, remedy="write how many there are, a whole number")
     if reason := family.refused or _unlike(family, base.config.get_text_config(decoder=True)):
         return Planned(kind, obstacle=reason, remedy="train it without")
     said, held = said_by(base.config), None if stored is None else held_by(family, base.config, stored)
@@ -87,7 +89,11 @@ def find(base: Any, stored: Stored) -> Planned | None:
         return Planned(kind, obstacle=obstacle, remedy="use a checkpoint with the heads' weights")
     if not heads:
         return Planned(kind, obstacle=words, remedy="use a model that has some")
+    if said is not None and held is not None and held > heads:  # which would be lost in every export
+        remedy = f"set {said[0]} to {held}, or take the others out of the files"
+        return Planned(kind, obstacle=f"{words}, and its files hold {held} of them", remedy=remedy)
     build = partial(_built, family, heads, stored)
+    kind = kind if heads > 1 else kind.replace("heads", "head", 1)
     return Planned(f"{heads} {kind}", build, sequence=family.sequence, experts=family.experts)
 
 
@@ -114,6 +120,16 @@ def family_of(config: Any) -> Family | None:
     known = {family.model_type: family for family in FAMILIES}
     text = config.get_text_config(decoder=True)
     return known.get(getattr(text, "model_type", "")) or known.get(getattr(config, "model_type", ""))
+
+
+def _no_number(config: Any) -> str:
+    """Return what a configuration says of the number of heads that is no number of heads; empty where it is one."""
+    for part in (config.get_text_config(decoder=True), config):
+        for name in COUNTS:
+            said = getattr(part, name, None)
+            if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 0):
+                return f"{name} is {said!r} in its config.json; expected a whole number, 0 or more"
+    return ""
 
 
 def said_by(config: Any) -> tuple[str, int] | None:
