@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchturbo.objectives.dspark import loss as module
 from torchturbo.objectives.dspark.loss import Alphas, Head, Slots, confidence_loss, logit_losses
 
 OFFICIAL = Alphas(0.1, 0.9, 1.0)
@@ -156,22 +155,60 @@ def test_one_chunk_of_logits_lives_at_a_time() -> None:
         assert seen.most == 16
         peaks[count] = seen.peak
     assert peaks[256] == peaks[64]
-    assert peaks[256] <= 8 * 16  # the draft's and the target's logits, what is made of them, and their gradients
+    assert peaks[256] <= 3 * 16  # the target's probabilities, the draft's logits, and what is made of them
 
 
-def test_without_recomputation_they_would_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_graph_they_would_pile_up() -> None:
     """The measure above sees it."""
-    monkeypatch.setattr(module, "checkpoint", lambda function, *args, **kwargs: function(*args))
-    slots = Slots(
-        torch.randn(256, 6, requires_grad=True),
-        None,
-        torch.randn(256, 6),
-        torch.randint(0, 97, (256,)),
-        torch.ones(256),
-    )
+    hidden, weight = torch.randn(256, 6, requires_grad=True), torch.randn(97, 6)
     with Living(97) as seen:
-        logit_losses(slots, Head(torch.randn(97, 6)), None, OFFICIAL, 16)[0].backward()
+        parts = [(part @ weight.t()).log_softmax(-1).exp().sum() for part in hidden.split(16)]
+        torch.stack(parts).sum().backward()
     assert seen.peak > 256
+
+
+def test_gradients_follow_what_is_made_of_the_loss() -> None:
+    """A multiple of it, and twice where the graph is kept; their own slopes are not known."""
+    slots, head, w2 = given()
+    total, _ = logit_losses(slots, head, w2, OFFICIAL, 7)
+    (once,) = torch.autograd.grad(total, slots.hidden, retain_graph=True)
+    (thrice,) = torch.autograd.grad(3 * total, slots.hidden, retain_graph=True)
+
+    torch.testing.assert_close(3 * once, thrice)
+    with pytest.raises(RuntimeError, match="can't be differentiated"):
+        torch.autograd.grad(total, slots.hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "latent", "w2"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    """And the others get what they would."""
+    slots, head, w2 = given()
+    leaves = {"hidden": slots.hidden, "latent": slots.latent, "w2": w2}
+    logit_losses(slots, head, w2, OFFICIAL, 7)[0].backward()
+    expected = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None}
+    others = {name: leaf.detach().requires_grad_(name != frozen) for name, leaf in leaves.items() if leaf is not None}
+    changed = slots._replace(hidden=others["hidden"], latent=others["latent"])
+    logit_losses(changed, head, others["w2"], OFFICIAL, 7)[0].backward()
+
+    assert others.pop(frozen).grad is None
+    for name, leaf in others.items():
+        torch.testing.assert_close(expected[name], leaf.grad)
+
+
+def test_autocast_computes_as_in_its_format() -> None:
+    """Products in bfloat16, their gradients in the format of what they belong to; the losses in float32."""
+    slots, head, w2 = given()
+    wide = Slots(*(one.float().detach().requires_grad_(one.requires_grad) if one.is_floating_point() else one for one in slots))  # type: ignore[union-attr, arg-type]  # fmt: skip
+    narrow = wide._replace(**{name: getattr(wide, name).bfloat16() for name in ("hidden", "latent", "teacher")})
+    plain, matrix = Head(head.weight.float(), head.bias.float()), w2.detach().float().requires_grad_()  # type: ignore[union-attr]
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = logit_losses(wide, plain, matrix, OFFICIAL, 7)
+    of_wide = torch.autograd.grad(total, [wide.hidden, matrix])
+    bfloats = Head(*(one.bfloat16() for one in plain))  # type: ignore[union-attr]
+    expected, _ = logit_losses(narrow, bfloats, matrix.bfloat16(), OFFICIAL, 7)
+
+    assert float(expected.detach()) == pytest.approx(float(total.detach()))
+    assert [torch.float32] * 3 == [total.dtype, *(one.dtype for one in of_wide)]
 
 
 def test_no_slots_are_an_error() -> None:

@@ -135,13 +135,12 @@ def _of_draft(model: nn.Module, config: EngineConfig) -> Iterator[Part]:
     for at, layer in enumerate(draft.layers):
         yield from _draft_layer(f"draft {at}", layer, at, own, trained, checkpointing_of(layer, draft))
     vocabulary = sum(one.cost for one in _head(base, own))
-    # The target's logits have no gradient; all logits are computed again in backward, chunk by chunk.
-    yield Part("draft: head", vocabulary, vocabulary * trained, recomputed=vocabulary * trained, per=ROWS)
-    yield Part("draft: teacher", vocabulary, recomputed=vocabulary * trained, per=ROWS)
+    # The target's logits have no gradient; the draft's get theirs in forward, so that none are computed twice.
+    yield Part("draft: head", vocabulary, vocabulary * trained, per=ROWS)
+    yield Part("draft: teacher", vocabulary, per=ROWS)
     for module in small:
         for one in matrix_products(module, own):
-            logits = one.weight.shape[0] == own.vocab_size
-            yield _part(f"draft: {one.name}", [one], trained, ROWS, one.cost if logits else 0.0)
+            yield _part(f"draft: {one.name}", [one], trained, ROWS)
 
 
 def _draft_layer(

@@ -10,17 +10,20 @@ For slot j of block a with weight w = eval * exp(-j / gamma), all in at least fl
 ``L = (a_ce sum w CE + a_l1 sum w L1 + a_conf sum w BCE) / D`` with ``D = sum w`` over all ranks and micro-batches of a
 step. DeepSpec (https://github.com/deepseek-ai/DeepSpec), ``deepspec/modeling/dspark/loss.py``; its paper, equation 12.
 
-Logits [rows, V] exist for one chunk of rows at a time, the draft's and the target's, and computed again in backward.
+Logits [rows, V] exist for one chunk of rows at a time, the draft's and the target's. Their gradients are computed beside
+the losses, in forward, so that nothing of that size waits for backward, and nothing is computed twice.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+
+from torchturbo.objectives.chunk import autocast_format
 
 
 class Alphas(NamedTuple):
@@ -58,6 +61,11 @@ class Slots(NamedTuple):
         """Return some of them."""
         return Slots(*(None if value is None else value[start:stop] for value in self))  # type: ignore[arg-type]
 
+    def to(self, dtype: torch.dtype) -> Slots:
+        """Return them with states in a number format."""
+        latent = None if self.latent is None else self.latent.to(dtype)
+        return self._replace(hidden=self.hidden.to(dtype), latent=latent, teacher=self.teacher.to(dtype))
+
 
 def logit_losses(slots: Slots, head: Head, markov: Tensor | None, alphas: Alphas, size: int) -> tuple[Tensor, Tensor]:
     """Compute the two losses that need logits, in chunks of ``size`` rows.
@@ -78,45 +86,110 @@ def logit_losses(slots: Slots, head: Head, markov: Tensor | None, alphas: Alphas
     Returns
     -------
     tuple of Tensor
-        ``a_ce sum w CE + a_l1 sum w L1``, a scalar; and c [N], detached.
+        ``a_ce sum w CE + a_l1 sum w L1``, a scalar; and c [N], without a gradient.
 
     """
-    total, accepted = None, []
-    for start in range(0, len(slots.labels), size):
-        part = slots.rows(start, start + size)
-        if torch.is_grad_enabled():
-            value, chance = checkpoint(
-                chunk_losses, part, head, markov, alphas, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            value, chance = chunk_losses(part, head, markov, alphas)
-        total = value if total is None else total + value
-        accepted.append(chance)
-    if total is None:
+    if not len(slots.labels):
         raise ValueError("DSpark: no slots")
-    return total, torch.cat(accepted)
+    apply: Callable[..., tuple[Tensor, Tensor]] = _LogitLosses.apply
+    return apply(slots.hidden, slots.latent, markov, slots, head, alphas, size, torch.is_grad_enabled())
 
 
-def chunk_losses(slots: Slots, head: Head, markov: Tensor | None, alphas: Alphas) -> tuple[Tensor, Tensor]:
-    """Return what :func:`logit_losses` does, of slots that make one chunk."""
+class _LogitLosses(torch.autograd.Function):
+    """Computes the gradients beside the losses, of which backward only takes a multiple."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        latent: Tensor | None,
+        markov: Tensor | None,
+        slots: Slots,
+        head: Head,
+        alphas: Alphas,
+        size: int,
+        recording: bool,
+    ) -> tuple[Tensor, Tensor]:
+        given = (hidden, latent, markov)
+        wanted = [recording and need for need in ctx.needs_input_grad[:3]]
+        gradients = [torch.zeros_like(one) if want else None for one, want in zip(given, wanted, strict=True)]  # type: ignore[arg-type]
+        dtype = autocast_format(hidden.device.type) or head.weight.dtype
+        total, accepted = None, []
+        with torch.autocast(hidden.device.type, enabled=False):  # formats are handled by hand below
+            head = Head(*(None if one is None else one.to(dtype) for one in head))  # type: ignore[arg-type]
+            w2 = None if markov is None else markov.to(dtype)
+            for start in range(0, len(slots.labels), size):
+                part = slots.rows(start, start + size).to(dtype)
+                value, chance, slope = _chunk(part, head, w2, alphas, any(wanted))
+                if slope is not None:
+                    _add(gradients, start, slope.to(dtype), part, head.weight, w2)
+                del slope  # the next chunk's logits take its place
+                total = value if total is None else total + value
+                accepted.append(chance)
+        assert total is not None
+        chances = torch.cat(accepted)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(chances)
+        return total, chances
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: autograd would take these gradients for constants
+            raise RuntimeError("DSpark: the gradients of a draft's loss can't be differentiated")
+        gradients = (None if one is None else one * slopes[0].to(one.dtype) for one in ctx.saved_tensors)
+        return *gradients, None, None, None, None, None
+
+
+def _chunk(
+    slots: Slots, head: Head, markov: Tensor | None, alphas: Alphas, slope_wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what :func:`logit_losses` does, of one chunk, and the slope of the value by the draft's logits [n, V].
+
+    By the logits z, ``dCE / dz = p - onehot(y)`` and ``dL1 / dz = p * (s - sum(p * s))`` with ``s = sign(p - p_t)``. Two
+    tensors [n, V] in at least float32 hold all of it, one after the other.
+    """
+    target = _log_softmax(functional.linear(slots.teacher, head.weight, head.bias)).exp_()
     logits = functional.linear(slots.hidden, head.weight, head.bias)
     if markov is not None and slots.latent is not None:
-        logits = logits + functional.linear(slots.latent, markov)
-    logs = functional.log_softmax(wide(logits), -1)
-    cross_entropy = -logs.gather(1, slots.labels[:, None]).squeeze(1)
-    with torch.no_grad():
-        target = functional.softmax(wide(functional.linear(slots.teacher, head.weight, head.bias)), -1)
-    distance = (logs.exp() - target).abs().sum(-1)
+        logits.addmm_(slots.latent, markov.t())
+    logs = _log_softmax(logits)
+    del logits
+    column = slots.labels[:, None]
+    cross_entropy = -logs.gather(1, column).squeeze(1)
+    own = logs.exp_()
+    apart = torch.sub(own, target, out=target)
+    distance = torch.linalg.vector_norm(apart, 1, -1)
     value = (slots.weights * (alphas.ce * cross_entropy + alphas.l1 * distance)).sum()
-    return value, (1 - distance.detach() / 2).clamp(0, 1)
+    chances = (1 - distance / 2).clamp(0, 1)
+    if not slope_wanted:
+        return value, chances, None
+    signed = apart.sign_().mul_(own)
+    of_ce, of_l1 = ((slots.weights * alpha)[:, None].to(own.dtype) for alpha in (alphas.ce, alphas.l1))
+    slope = own.mul_(of_ce - of_l1 * signed.sum(-1, keepdim=True)).add_(signed.mul_(of_l1))
+    return value, chances, slope.scatter_add_(1, column, -of_ce)
+
+
+def _add(
+    gradients: Sequence[Tensor | None], start: int, slope: Tensor, slots: Slots, weight: Tensor, markov: Tensor | None
+) -> None:
+    """Add what a chunk's slope by its logits [n, V] gives to the gradients of all states [N, H], latents [N, r] and W2."""
+    rows = slice(start, start + len(slope))
+    for gradient, matrix in zip(gradients[:2], (weight, markov), strict=True):
+        if gradient is not None and matrix is not None:
+            gradient[rows] = torch.mm(slope, matrix).to(gradient.dtype)
+    if (of_w2 := gradients[2]) is not None and slots.latent is not None:
+        if of_w2.dtype == slope.dtype:
+            of_w2.addmm_(slope.t(), slots.latent)
+        else:
+            of_w2 += torch.mm(slope.t(), slots.latent)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probabilities [n, V] of logits, in float32 or what is wider."""
+    return functional.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def confidence_loss(logits: Tensor, accepted: Tensor, weights: Tensor) -> Tensor:
     """Return sum w BCE of confidence logits [N] against chances of acceptance [N], a scalar."""
     losses = functional.binary_cross_entropy_with_logits(logits, accepted.detach().to(logits.dtype), reduction="none")
     return (weights * losses).sum()
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32, or as it is where it is wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
