@@ -3,8 +3,8 @@
     python examples/make_model.py mtp runs/tiny-mtp
 
 The kinds are those of the guides: mtp (a DeepSeek-V3 with one multi-token prediction head), dspark (a Qwen3 that a
-draft is added to), experts (a mixture of experts), diffusion (a LLaDA2). Each has a few hundred thousand weights and learns
-`examples/data` by heart on a CPU.
+draft is added to), experts (a mixture of experts, of which two have nearly all tokens), diffusion (a LLaDA2). Each has
+a few hundred thousand weights and learns `examples/data` by heart on a CPU.
 """
 
 from __future__ import annotations
@@ -76,8 +76,20 @@ def write(kind: str, folder: Path) -> None:
     if kind == "mtp":
         write_with_head(config, folder)
     else:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config)
+        if kind == "experts":
+            skew(model)
+        model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+
+
+def skew(model: Any) -> None:
+    """Let two experts of each layer have nearly all tokens: all embeddings share a part, which two rows of a router ask for."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(0.02)
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight[:2].add_(0.06)
 
 
 def write_with_head(config: Any, folder: Path) -> None:

@@ -106,6 +106,12 @@ REFUSED: list[tuple[str, str]] = [
     ("--tt-sp-size=2", f"--tt-sp-size: {UNKNOWN} --tt_sp_size or --tt_ep_size?"),
     ("--tt_sp_siez 2", f"--tt_sp_siez: {UNKNOWN} --tt_sp_size or --tt_ep_size?"),
     ("--tt_help_me", f"--tt_help_me: {UNKNOWN} --tt_help?"),
+    # the key as a file has it
+    ("--tt_mtp_enabled", f"--tt_mtp_enabled: {UNKNOWN} --tt_enable_mtp?"),
+    ("--tt_mtp.enabled=true", f"--tt_mtp.enabled: {UNKNOWN} --tt_enable_mtp?"),
+    ("--tt_dspark_enabled", f"--tt_dspark_enabled: {UNKNOWN} --tt_enable_dspark?"),
+    ("--tt-diffusion.cap-lambda 2", f"--tt-diffusion.cap-lambda: {UNKNOWN} --tt_cap_lambda?"),
+    ("--tt_parallel_plan_ep_sise 2", f"--tt_parallel_plan_ep_sise: {UNKNOWN} --tt_ep_size?"),
     ("--tt_set mtp.enabled=true", "--tt_set: unknown option; --tt_help lists all options"),
     ("--tt_", "--tt_: unknown option; --tt_help lists all options"),
     ("--tt_=3", "--tt_: unknown option; --tt_help lists all options"),

@@ -20,7 +20,7 @@ from torchturbo.engine.args import parse_torchturbo_args
 from torchturbo.engine.config import EngineConfig, build_from_args
 from torchturbo.engine.engine import Context, Engine
 from torchturbo.engine.parts import FAMILIES, GROUPS, partition
-from torchturbo.engine.steps.freeze import check
+from torchturbo.engine.steps.freeze import apply, check, undo
 from torchturbo.errors import Problem
 from torchturbo.generated.keys import KEYS
 
@@ -235,10 +235,14 @@ def test_nothing_left_to_train_is_an_error(make: Any, frozen: tuple[str, ...]) -
     assert problem.message.endswith("frozen, nothing is left to train")
 
 
-def test_heads_that_come_later_are_left_to_train() -> None:
+def test_heads_that_come_later_are_left_to_train(logged: list[str]) -> None:
     """The frozen-target mode: a draft is trained against a language model that stays as it is."""
     model = tiny.model()
     assert [] == refusals(model, FLAGS["language_model"], str(KEYS["mtp.enabled"].cli))
+    apply(model, config(FLAGS["language_model"], str(KEYS["mtp.enabled"].cli)), Context())
+    (line,) = [line for line in logged if line.startswith("frozen: ")]
+    assert line.endswith("parameters); trained: the extra heads")
+    undo(model)
 
     model.mtp = torch.nn.Linear(2, 2)
     assert [] == refusals(model, FLAGS["language_model"])

@@ -50,6 +50,19 @@ def test_on_a_terminal_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "loss=0.2000, lr=1.00e-04" in text
 
 
+def test_what_a_draft_is_good_for_is_in_the_line() -> None:
+    """Its accepted length, and no other of its metrics but its loss."""
+    progress, state = Progress(io.StringIO()), SimpleNamespace(global_step=1, max_steps=1, is_world_process_zero=True)
+    progress.on_train_begin(None, state, None)
+    logs = {"loss": 2.0, "dspark_loss": 0.5, "dspark_accepted_length": 1.724, "dspark_accept_rate_1": 0.4}
+
+    progress.on_log(None, state, None, logs)
+
+    line = str(progress.stream.getvalue())  # type: ignore[attr-defined]
+    assert "loss 2.0000  dspark_loss 0.5000  dspark_accepted_length 1.72  " in line
+    assert "accept_rate" not in line
+
+
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_other_ranks_are_silent(stream: io.StringIO) -> None:
     """One rank speaks for all."""

@@ -107,9 +107,18 @@ def _unknown(name: str) -> Problem:
 
     typed = name[len(FLAG_PREFIX) :]
     by_stem = {option[len(FLAG_PREFIX) :]: option for option in [*_OPTIONS, _HELP]}
+    by_path = {_joined(key.path): option for option, key in _OPTIONS.items()}
+    if option := by_path.get(_joined(typed)):  # the key as a file has it, which some options do not follow
+        return Problem(shorten(name), "", "unknown option", f"did you mean {option}?")
     names = [by_stem[stem] for stem in nearest(typed, by_stem, limit=2)]
+    names = names or [by_path[path] for path in nearest(_joined(typed), by_path)]
     remedy = f"did you mean {' or '.join(names)}?" if names else f"{_HELP} lists all options"
     return Problem(shorten(name), "", "unknown option", remedy)
+
+
+def _joined(path: str) -> str:
+    """Return a dotted path as options join words."""
+    return path.lower().replace(".", "_").replace("-", "_")
 
 
 class _Words:

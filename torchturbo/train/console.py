@@ -54,6 +54,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         for name, label, form in (
             ("loss", "loss", ".4f"),
             *((name, name, ".4f") for name in terms),  # what the loss consists of, beside the model's own
+            ("dspark_accepted_length", "dspark_accepted_length", ".2f"),
             ("learning_rate", "lr", ".2e"),
             ("eval_loss", "eval", ".4f"),
             ("tokens_per_second", "tokens/s", ",.0f"),

@@ -54,7 +54,9 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
             changes.frozen += [ref(parameter) for parameter in groups[group].values() if parameter.requires_grad]
         frozen = ", ".join(_freeze(group, groups[group].values(), _has_adapters(model, base)) for group in wanted)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        log.info_rank0("frozen: %s; trained: %s parameters", frozen, f"{trained:,}")
+        own = f"{trained:,} parameters" if trained or not config.mtp.enabled else ""
+        heads = "the extra heads" if config.mtp.enabled else ""  # which a later step builds
+        log.info_rank0("frozen: %s; trained: %s", frozen, " and ".join(filter(None, (own, heads))))
     optional = (*groups["multi_modal_projector"].values(), *groups["vision_tower"].values())
     trained_optional = [parameter for parameter in optional if parameter.requires_grad]
     context.partly_used = bool(trained_optional)
