@@ -39,7 +39,7 @@ def test_the_targets_of_each_depth(load: Callable[[str], Any]) -> None:
     count = sum(picture.DOCUMENTS)
     positions = torch.cat([torch.arange(length) for length in picture.DOCUMENTS])[None]
     batch = {"input_ids": torch.arange(count)[None], "labels": torch.arange(count)[None], "position_ids": positions}
-    inside = labels.documents(batch)
+    inside = importlib.import_module("torchturbo.objectives.documents").numbers_of(batch)
     for depth in range(1, picture.DEPTHS + 1):
         drawn = [picture.target(position, depth) for position in range(count)]
         assert [-100 if wanted is None else wanted for wanted in drawn] == labels.targets(batch, depth, inside)[

@@ -10,7 +10,8 @@ import torch
 from diffusing import BLOCK, FILL, MASK, noise, packed, ragged, rows
 from torch import Tensor
 
-from torchturbo.objectives.diffusion.noise import DOUBLED, EVALUATION, Doubled, documents_of
+from torchturbo.objectives.diffusion.noise import DOUBLED, EVALUATION, Doubled
+from torchturbo.objectives.documents import numbers_of
 from torchturbo.observe.tokens import doubled as counted
 
 
@@ -166,7 +167,7 @@ TELLING = {
 def test_documents_are_found(told: str) -> None:
     """A number for each document, 0 for padding: as collators of Transformers and of LLaMA-Factory tell of them."""
     batch = {"input_ids": torch.arange(7)[None], **TELLING[told]()}
-    assert NUMBERS == documents_of(batch).tolist()
+    assert NUMBERS == numbers_of(batch).tolist()
 
 
 @pytest.mark.parametrize("told", list(TELLING))

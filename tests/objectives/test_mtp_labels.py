@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchturbo.objectives.documents import numbers_of
 from torchturbo.objectives.mtp import labels
 
 IGNORED = -100
@@ -18,7 +19,7 @@ def row(*values: int) -> Tensor:
 
 
 def targets(batch: dict[str, Any], depth: int) -> list[int]:
-    found: list[int] = labels.targets(batch, depth, labels.documents(batch))[0].tolist()
+    found: list[int] = labels.targets(batch, depth, numbers_of(batch))[0].tolist()
     return found
 
 
@@ -29,8 +30,8 @@ def test_each_depth_predicts_one_token_further() -> None:
 
     assert targets(batch, 1) == [2, 3, 4, 5, 6, 7, 8, 9, IGNORED, IGNORED]
     assert targets(batch, 2) == [3, 4, 5, 6, 7, 8, 9, IGNORED, IGNORED, IGNORED]
-    assert labels.tokens(batch, 1, labels.documents(batch)).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]]
-    assert labels.tokens(batch, 2, labels.documents(batch)).tolist() == [[2, 3, 4, 5, 6, 7, 8, 9, 0, 0]]
+    assert labels.tokens(batch, 1, numbers_of(batch)).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]]
+    assert labels.tokens(batch, 2, numbers_of(batch)).tolist() == [[2, 3, 4, 5, 6, 7, 8, 9, 0, 0]]
 
 
 def test_only_the_targets_own_mask_counts() -> None:
@@ -68,7 +69,7 @@ def test_packed_documents_are_never_crossed(told_by: str) -> None:
     """By whatever the documents of a row are kept apart: neither a target nor an input is another document's."""
     ids = row(11, 12, 13, 21, 22, 23, 24)
     batch = {"input_ids": ids, "labels": ids, **PACKED[told_by]}
-    inside = labels.documents(batch)
+    inside = numbers_of(batch)
 
     assert targets(batch, 1) == [13, IGNORED, IGNORED, 23, 24, IGNORED, IGNORED]
     assert targets(batch, 2) == [IGNORED, IGNORED, IGNORED, 24, IGNORED, IGNORED, IGNORED]
@@ -93,7 +94,7 @@ def test_time_that_stands_still_inside_an_image_is_no_new_document() -> None:
     positions = row(0, 1, 2, 2, 2, 3, 0, 1).expand(3, 1, 8)
     batch = {"input_ids": torch.arange(8)[None], "position_ids": positions}
 
-    assert labels.documents(batch).tolist() == [[0, 0, 0, 0, 0, 0, 1, 1]]
+    assert numbers_of(batch).tolist() == [[1, 1, 1, 1, 1, 1, 2, 2]]
 
 
 def test_padding_on_either_side_does_no_harm() -> None:
@@ -102,7 +103,7 @@ def test_padding_on_either_side_does_no_harm() -> None:
     mask = ids.ne(0).long()
     batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORED), "attention_mask": mask}
 
-    found = labels.targets(batch, 1, labels.documents(batch))
+    found = labels.targets(batch, 1, numbers_of(batch))
 
     assert found.tolist() == [[IGNORED, IGNORED, 7, IGNORED, IGNORED], [7, IGNORED, IGNORED, IGNORED, IGNORED]]
 
@@ -114,8 +115,8 @@ def test_each_row_of_a_batch_has_its_own_documents() -> None:
     both = {"input_ids": ids, "position_ids": positions}
     shared = {"input_ids": ids, "position_ids": positions[:1]}
 
-    assert labels.documents(both).tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]
-    assert labels.documents(shared).tolist() == [[0, 0, 0, 0, 1, 1]] * 2
+    assert numbers_of(both).tolist() == [[1, 1, 1, 1, 2, 2], [1, 1, 2, 2, 2, 2]]
+    assert numbers_of(shared).tolist() == [[1, 1, 1, 1, 2, 2]] * 2
 
 
 def test_embeddings_are_shifted_like_tokens() -> None:
@@ -123,7 +124,7 @@ def test_embeddings_are_shifted_like_tokens() -> None:
     embedded = torch.arange(8.0).view(1, 4, 2)
     batch = {"inputs_embeds": embedded}
 
-    found = labels.shifted(embedded, 1, labels.documents(batch))
+    found = labels.shifted(embedded, 1, numbers_of(batch))
 
     assert found.tolist() == [[[2.0, 3.0], [4.0, 5.0], [6.0, 7.0], [0.0, 0.0]]]
 
@@ -131,4 +132,4 @@ def test_embeddings_are_shifted_like_tokens() -> None:
 def test_a_batch_without_tokens_is_an_error() -> None:
     """It says what was expected."""
     with pytest.raises(ValueError, match=r"expected input_ids \[B, S\] or inputs_embeds \[B, S, H\]"):
-        labels.documents({})
+        numbers_of({})

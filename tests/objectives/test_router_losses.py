@@ -208,9 +208,16 @@ def test_padding_in_a_mask_of_flex_attention() -> None:
     assert real.tolist() == valid_tokens(block(attention_mask=mask)).tolist()
 
 
-def test_without_a_mask_every_token_counts() -> None:
-    """Packed rows have none; embeddings stand for tokens as well."""
+def test_without_a_mask_every_token_counts_but_what_fills_up_packed_rows() -> None:
+    """One more document of one token, without a label; embeddings stand for tokens as well."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 0, 1]])
+    labels = ids.masked_fill(ids == 0, -100)
+
     assert valid_tokens(block()).all()
+    assert (
+        PADDED.bool().tolist() == valid_tokens({"input_ids": ids, "labels": labels, "position_ids": positions}).tolist()
+    )
     assert (2, 5) == valid_tokens({"inputs_embeds": torch.zeros(2, 5, 8)}).shape
 
 

@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from torchturbo.objectives.documents import layout_of
 from torchturbo.objectives.normalise import Normaliser, Term
 from torchturbo.objectives.routers import Router, Score, logits_of
 from torchturbo.objectives.taps import Taps
 from torchturbo.ops.replace import Handle, remove_all
 from torchturbo.parallel.replay import recomputing, remember
-from torchturbo.parallel.sequence_inputs import part, tokens_of
+from torchturbo.parallel.sequence_inputs import part
 from torchturbo.parallel.ulysses import SHARED, MicroBatch
 
 AUX, Z = "moe_aux_loss", "moe_z_loss"
@@ -122,42 +123,13 @@ def _chosen(scores: Tensor, k: int, valid: Tensor) -> Tensor:
 def valid_tokens(given: Mapping[str, Any], batch: MicroBatch | None = None) -> Tensor:
     """Return which tokens of a micro-batch are no padding: [B, S], or [B, S / n] of this rank's part.
 
-    A 2-D mask is 0 for padding. A mask of pairs, [B or 1, H or 1, S, S] of booleans or of what is added to scores, or
-    of flex attention, lets padding attend to nothing, itself included; of one for each kind of layer, the first counts.
-    Without a mask, as in packed rows, every token counts.
+    What fills up packed rows is padding as well (:mod:`torchturbo.objectives.documents`).
     """
-    tokens = tokens_of(given)
-    rows, length = tokens.shape[:2]
-    mask = given.get("attention_mask")
-    if isinstance(mask, Mapping):
-        mask = next(iter(mask.values()), None)
-    if mask is None:
-        valid = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
-    elif isinstance(mask, Tensor) and mask.dim() == 2:
-        valid = mask.ne(0)
-    else:
-        valid = _attends_to_itself(mask, rows, length, tokens.device).any(1).expand(rows, length)
-    if valid.shape != (rows, length):
-        raise ValueError(
-            f"router losses: expected an attention_mask of {rows} x {length} tokens, got {list(valid.shape)}"
-        )
+    return _own(layout_of(given).real, batch)
+
+
+def _own(valid: Tensor, batch: MicroBatch | None) -> Tensor:
     return valid if batch is None else part(valid, batch, 0)
-
-
-def _attends_to_itself(mask: Any, rows: int, length: int, device: torch.device) -> Tensor:
-    """Return which tokens attend to themselves, [B or 1, H or 1, S]."""
-    if isinstance(mask, Tensor) and mask.dim() == 4:
-        diagonal = mask.diagonal(dim1=-2, dim2=-1)
-        return diagonal if mask.dtype == torch.bool else diagonal > torch.finfo(mask.dtype).min / 2
-    if (pairs := getattr(mask, "mask_mod", None)) is not None:
-        row = torch.arange(rows, device=device)[:, None].expand(rows, length)
-        at = torch.arange(length, device=device).expand(rows, length)
-        one = torch.vmap(lambda b, i: pairs(b, i.new_zeros(()), i, i))
-        return torch.vmap(one)(row, at)[:, None]  # type: ignore[no-any-return]
-    raise ValueError(
-        "router losses: expected an attention_mask [B, S], [B, H, S, S] or of flex attention, got"
-        f" {type(mask).__name__}{list(mask.shape) if isinstance(mask, Tensor) else ''}"
-    )
 
 
 class RouterLosses:
@@ -237,7 +209,7 @@ class RouterLosses:
                 " chooses experts in their place"
             )
         real = self._real()
-        valid = valid_tokens(given if real is None else {**given, "attention_mask": real}, batch).flatten()
+        valid = (valid_tokens(given, batch) if real is None else _own(real, batch)).flatten()
         calls = []
         for router, logits in self._taken:
             rows = logits.reshape(-1, logits.shape[-1])

@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from torchturbo.objectives.diffusion.models import rounded_up
+from torchturbo.objectives.documents import numbers_of
 from torchturbo.objectives.normalise import IGNORE_INDEX
 
 DOUBLED = "block_diffusion"
 """Key of a doubled batch under which its :class:`Doubled` lies."""
 EVALUATION = -1
 """The step of every evaluation: its noise is always the same."""
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels", "num_items_in_batch")
+TELLING = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+"""What tells of a micro-batch's documents; a doubled one numbers them in its own way."""
+KNOWN = ("input_ids", "labels", *TELLING, "shift_labels", "num_items_in_batch")
 """What a micro-batch may hold."""
 
 
@@ -69,9 +71,9 @@ class Noise:
         ----------
         batch
             ``input_ids`` and ``labels`` [B, S], as a causal language model takes them (the label of a token is the
-            token itself, or -100), and what tells documents and padding apart: ``attention_mask`` [B, S] (0 is
-            padding, other numbers count the documents of a packed row) or [B, 1, S, S], or ``position_ids`` [B, S]
-            that start anew. A document without a label is left out: nothing is learned from it.
+            token itself, or -100), and what tells documents and padding apart
+            (:mod:`torchturbo.objectives.documents`). A document without a label is left out: nothing is learned from
+            it.
         step
             Optimizer steps that are finished, or :data:`EVALUATION`.
 
@@ -90,7 +92,7 @@ class Noise:
         """
         _refuse_others(batch)
         ids, labels = batch["input_ids"].cpu(), batch["labels"].cpu()
-        numbers = documents_of(batch).cpu()
+        numbers = numbers_of(batch).cpu()
         rows = [self._row(*row, step) for row in zip(ids, labels, numbers, strict=True)]
         grain = math.lcm(self.block_size, self.divisor)
         length = rounded_up(max(1, *(len(row[0]) for row in rows)), grain)
@@ -139,30 +141,6 @@ class Noise:
         content = b"".join(value.to(torch.int64).numpy().tobytes() for document in documents for value in document)
         digest = blake2b(f"{self.seed} {step} ".encode() + content, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
-
-
-def documents_of(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of each token's document [B, S], counted from 1 in each row; 0 is padding.
-
-    A new one begins where ``position_ids`` start anew, where a 2-D ``attention_mask`` changes, and where a 4-D one does
-    not let a token see the one before it.
-    """
-    ids = batch["input_ids"]
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    real = torch.ones_like(ids, dtype=torch.bool)
-    starts = torch.zeros_like(real)
-    starts[:, 0] = True
-    if mask is not None and mask.dim() == 4:
-        open_pairs = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-        real = real & open_pairs.diagonal(dim1=1, dim2=2)
-        starts[:, 1:] |= ~open_pairs.diagonal(-1, dim1=1, dim2=2)
-    elif mask is not None:
-        real = mask.ne(0)
-        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
-    if positions is not None and positions.dim() == 2:
-        positions = functional.pad(positions, (0, ids.shape[1] - positions.shape[1]))  # a collator may pad tokens alone
-        starts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
-    return starts.cumsum(1) * real
 
 
 def _spans(numbers: Tensor) -> list[tuple[int, int]]:

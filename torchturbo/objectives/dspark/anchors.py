@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchturbo.objectives.normalise import IGNORE_INDEX
+from torchturbo.objectives.documents import numbers_of, supervised_tokens
 
 BITS = 0xFFFFFFFF
 """Hashes are 32-bit numbers in int64 tensors, so that no product in them overflows."""
-PADDING = -1
-"""Document of what is no token of a row."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Sequences:
     supervised: Tensor
     """Whether a token is one that the model is to predict, bool."""
     documents: Tensor
-    """Number of the document that a token is in; :data:`PADDING` for padding."""
+    """Number of the document that a token is in, from 1; 0 for padding."""
     positions: Tensor
     """As the model rotates by them; they begin anew with each packed document."""
 
@@ -51,51 +49,36 @@ class Sequences:
         tokens = batch.get("input_ids")
         if not isinstance(tokens, Tensor):
             raise ValueError("DSpark: expected input_ids [B, S]; a draft's blocks are made of tokens")
-        positions = batch.get("position_ids")
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return cls(tokens, supervised(batch), documents(batch), positions.expand_as(tokens))
+        return cls(tokens, _supervised(batch), numbers_of(batch), _positions(batch, tokens))
 
     def to(self, device: torch.device) -> Sequences:
         """Return them on a device."""
         return Sequences(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def supervised(batch: Mapping[str, Any]) -> Tensor:
-    """Return whether each token of a micro-batch is a label [B, S], bool."""
-    if isinstance(labels := batch.get("labels"), Tensor):
-        return labels.ne(IGNORE_INDEX)
-    if isinstance(shifted := batch.get("shift_labels"), Tensor):  # token i is the label of slot i - 1
-        return functional.pad(shifted, (1, 0), value=IGNORE_INDEX)[:, :-1].ne(IGNORE_INDEX)
-    raise ValueError("DSpark: expected labels or shift_labels [B, S]")
+def _supervised(batch: Mapping[str, Any]) -> Tensor:
+    found = supervised_tokens(batch)
+    if found is None:
+        raise ValueError("DSpark: expected labels or shift_labels [B, S]")
+    return found
 
 
-def documents(batch: Mapping[str, Any]) -> Tensor:
-    """Return which document of its row each token is in [B, S], int64.
-
-    One begins where positions do not count on, where a mask of document numbers changes, or where a mask [B, 1, S, S]
-    keeps a token from the one before it.
-    """
-    tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
-    begins = torch.zeros_like(tokens, dtype=torch.bool)
-    if isinstance(positions, Tensor):
-        begins[:, 1:] |= positions.diff(dim=1).ne(1)
-    padding = None
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        begins[:, 1:] |= mask.diff(dim=1).ne(0) if mask.dtype != torch.bool else mask[:, 1:] ^ mask[:, :-1]
-        padding = mask.eq(0)
-    elif isinstance(mask, Tensor) and mask.dim() == 4:
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        begins[:, 1:] |= ~seen[:, 0].diagonal(-1, 1, 2)
-    found = begins.long().cumsum(1)
-    return found if padding is None else found.masked_fill(padding, PADDING)
+def _positions(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """Return the positions of tokens [B, S]: of M-RoPE's axes that of time, which counts a text's tokens."""
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    elif positions.dim() == 3:  # with a fourth axis in front, by which nothing is rotated
+        positions = positions[-3]
+    lacking = tokens.shape[1] - positions.shape[-1]  # a collator may pad tokens alone
+    return functional.pad(positions, (0, lacking)).expand_as(tokens)
 
 
 def candidates(sequences: Sequences) -> Tensor:
     """Return which tokens may be anchors [B, S], bool: supervised, and so is the next one of the same document."""
     mask, document = sequences.supervised, sequences.documents
     follows = functional.pad(mask[:, 1:] & document[:, 1:].eq(document[:, :-1]), (0, 1), value=False)
-    return mask & follows & document.ne(PADDING)
+    return mask & follows & document.ne(0)
 
 
 def draw(sequences: Sequences, most: int, seed: int, step: int) -> tuple[Tensor, Tensor]:

@@ -20,53 +20,10 @@ from torch.nn import functional
 from torchturbo.objectives.normalise import IGNORE_INDEX
 
 
-def documents(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of the document that each token of a micro-batch is in, int64 [B, S].
-
-    Told by whatever keeps the documents of a packed row apart: ``position_ids`` that do not count on by one, as
-    Transformers reads them, ``seq_idx``, ``cu_seq_lens_q``, or an ``attention_mask`` that numbers them [B, S] or in
-    which a token does not attend to the one before it [B, H, S, S].
-    """
-    shape, device = _shape(batch)
-    begins = torch.zeros(shape, dtype=torch.bool, device=device)
-    for name, read in (("position_ids", _by_positions), ("seq_idx", _by_number), ("attention_mask", _by_mask)):
-        if isinstance(value := batch.get(name), Tensor):
-            begins[:, 1:] |= read(value)
-    if isinstance(borders := batch.get("cu_seq_lens_q"), Tensor):
-        begins.view(-1)[borders[(borders > 0) & (borders < begins.numel())].long()] = True
-    return begins.cumsum(1)
-
-
-def _shape(batch: Mapping[str, Any]) -> tuple[tuple[int, int], torch.device]:
-    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
-        if isinstance(value := batch.get(name), Tensor):
-            return (value.shape[0], value.shape[1]), value.device
-    raise ValueError("multi-token prediction: expected input_ids [B, S] or inputs_embeds [B, S, H]")
-
-
-def _by_positions(positions: Tensor) -> Tensor:
-    """Return whether each token but the first begins a document, by its position [B, S], or [axes, B, S] of M-RoPE."""
-    if positions.dim() == 3:
-        # Four axes: the first counts the text's tokens. Three: time, which stands still inside an image.
-        return positions[0].diff() != 1 if len(positions) == 4 else positions[0].diff() < 0
-    return positions.diff() != 1
-
-
-def _by_number(numbers: Tensor) -> Tensor:
-    return numbers.diff() != 0
-
-
-def _by_mask(mask: Tensor) -> Tensor:
-    if mask.dim() == 2:
-        return _by_number(mask.long())
-    before = mask[:, 0].diagonal(-1, 1, 2)  # what each token sees of the one before it
-    return ~before if mask.dtype == torch.bool else before < 0
-
-
 def shifted(values: Tensor, by: int, inside: Tensor, filler: float = 0) -> Tensor:
     """Return what stands ``by`` places further along a row [B, S, ...]; the filler where that is in another document.
 
-    ``inside`` [B, S] numbers the documents.
+    ``inside`` [B, S] numbers the documents (:func:`torchturbo.objectives.documents.numbers_of`).
     """
     if by == 0:
         return values

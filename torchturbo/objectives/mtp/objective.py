@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchturbo.objectives.chunked import ChunkedHead, head_of
+from torchturbo.objectives.documents import numbers_of
 from torchturbo.objectives.mtp import labels
 from torchturbo.objectives.mtp.serial import SerialHeads
 from torchturbo.objectives.normalise import IGNORE_INDEX, Term
@@ -72,7 +73,7 @@ class MultiTokenPrediction:
         """Return how many targets a micro-batch has at a depth."""
         if batch.get("labels") is None and batch.get("shift_labels") is None:
             return None
-        return labels.targets(batch, depth, labels.documents(batch)).ne(IGNORE_INDEX).sum()
+        return labels.targets(batch, depth, numbers_of(batch)).ne(IGNORE_INDEX).sum()
 
     def _value(self, depth: int, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
         """Run a depth and return the sum of its cross-entropies over this rank's tokens, a scalar."""
@@ -80,7 +81,7 @@ class MultiTokenPrediction:
         if given is None:
             return None
         if depth == 1:
-            self._at = _Forward(0, self.heads.first(self._calls), labels.documents(given))
+            self._at = _Forward(0, self.heads.first(self._calls), numbers_of(given))
         assert self._at is not None and self._at.done == depth - 1
         inside, shared = self._at.inside, batch.get(SHARED)
         embedded = self._embedded(given, depth, inside, shared)
