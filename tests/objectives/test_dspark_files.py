@@ -177,13 +177,13 @@ def obstacle(model: Any) -> str:
         ({"block_size": None}, ["lacks block_size"]),
         ({"markov_head_type": None, "confidence_head_with_markov": None}, ["markov_head_type, confidence_head_with_markov"]),
         ({"block_size": 0, "markov_head_type": "gru"}, ["block_size: expected", "one of vanilla, gated, rnn, got 'gru'"]),
-        ({"mask_token_id": 320}, ["expected less than 320, the vocabulary, got 320"]),
+        ({"mask_token_id": 320}, ["a whole number from 0 to 319, the vocabulary's last, got 320"]),
         ({"target_layer_ids": [1]}, ["to 0, the last but one, got [1]"]),
         ({"target_layer_ids": [0, 0]}, ["expected ascending numbers"]),
         ({"target_layer_ids": 0}, ["expected ascending numbers", "got 0"]),
         ({"markov_rank": 0}, ["there is no Markov head"]),
         ({"hidden_size": 64, "colour": "red"}, ["hidden_size is 64, and the target's 32", "has colour"]),
-        ({"num_hidden_layers": True}, ["num_hidden_layers: expected a whole number of at least 1, got True"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers: expected a whole number from 1 to 2, the target's layers, got True"]),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_told_all_at_once(changes: dict[str, Any], told: list[str]) -> None:

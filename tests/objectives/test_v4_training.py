@@ -166,15 +166,31 @@ def test_without_multi_token_prediction_nothing_is_built() -> None:
     ("changes", "message"),
     [
         ({"dspark_markov_rank": None}, "its config.json says nothing of dspark_markov_rank"),
-        ({"dspark_target_layer_ids": [0, 2, 3]}, "dspark_target_layer_ids is [0, 2, 3], expected ascending numbers"),
+        ({"dspark_target_layer_ids": [0, 2, 3]}, "dspark_target_layer_ids: expected ascending numbers"),
         (
             {"dspark_target_layer_ids": [2, 1], "dspark_noise_token_id": 64, "dspark_block_size": 0},
-            "dspark_block_size is 0, expected at least 1; dspark_noise_token_id is 64, expected a token below 64;"
-            " dspark_target_layer_ids is [2, 1], expected ascending numbers from 0 to 2",
+            "dspark_block_size: expected a whole number from 1 to 128, the target's max_position_embeddings, got 0;"
+            " dspark_noise_token_id: expected a whole number from 0 to 63, the vocabulary's last, got 64;"
+            " dspark_target_layer_ids: expected ascending numbers from 0 to 2, got [2, 1]",
         ),
+        (
+            {"dspark_block_size": "3", "dspark_noise_token_id": "a", "dspark_markov_rank": None},
+            "its config.json says nothing of dspark_markov_rank; dspark_block_size: expected a whole number from 1 to"
+            " 128, the target's max_position_embeddings, got '3'; dspark_noise_token_id: expected a whole number from"
+            " 0 to 63, the vocabulary's last, got 'a'",
+        ),
+        ({"dspark_block_size": 3.0}, "got 3.0"),
+        ({"dspark_block_size": 10**9}, "got 1000000000"),
+        ({"dspark_markov_rank": True}, "dspark_markov_rank: expected a whole number from 1 to 64, the vocabulary, got"),
+        ({"dspark_target_layer_ids": 3}, "dspark_target_layer_ids: expected ascending numbers from 0 to 2, got 3"),
+        (
+            {"dspark_target_layer_ids": ["0"]},
+            "dspark_target_layer_ids: expected ascending numbers from 0 to 2, got ['0']",
+        ),
+        ({"dspark_target_layer_ids": []}, "dspark_target_layer_ids: expected ascending numbers from 0 to 2, got []"),
         ({"dspark_n_routed_experts": 2}, "DeepSeek-V4.1's stages are of another architecture"),
     ],
-    ids=["lacking", "beyond", "several", "v4.1"],
+    ids=["lacking", "beyond", "several", "words", "fraction", "billion", "truth", "number", "texts", "empty", "v4.1"],
 )
 def test_what_keeps_a_model_from_having_stages_is_told(changes: dict[str, Any], message: str) -> None:
     from torchturbo.engine.context import Context
@@ -202,3 +218,26 @@ def test_stages_are_counted_by_their_names_in_the_files() -> None:
     assert "mtp.2.hc_head_fn: DeepSeek-V4.1's stages" in other.obstacle
     assert "its files hold no tensor mtp.0.*" == none.obstacle
     assert find(v4.model(), None) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "less", "message"),
+    [
+        ("mtp.10000000.hc_head_fn", "-", "mtp.10000000.hc_head_fn and no tensor mtp.3.*"),
+        (f"mtp.{'9' * 5000}.hc_head_fn", "-", f"mtp.{'9' * 56}... and no tensor mtp.3.*"),
+        ("mtp.01.norm.weight", "-", "mtp.01.norm.weight and no tensor mtp.3.*"),
+        ("mtp.2.norm.weight", "mtp.1.", "mtp.2.attn.attn_sink and no tensor mtp.1.*"),
+        ("mtp.2.norm.weight", "mtp.0.", "mtp.1.attn.attn_sink and no tensor mtp.0.*"),
+    ],
+    ids=["far", "long", "zero before", "no second", "no first"],
+)
+def test_stages_whose_numbers_have_a_gap_are_refused(more: str, less: str, message: str) -> None:
+    """Nothing is built for a number in a name alone."""
+    from torchturbo.objectives.dspark.deepseek_v4 import find
+
+    names = {name for name in v4.stage_names(3) if not name.startswith(less)} | {more}
+    with torch.device("meta"):
+        found = find(v4.model(**v4.DSPARK), names)
+
+    assert found is not None and found.build is None
+    assert f"its files hold {message}, expected numbers from 0 on without a gap" == found.obstacle

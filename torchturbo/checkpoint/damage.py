@@ -91,7 +91,7 @@ def _damages(folder: Path) -> Iterator[Damage]:
     if problem := index_problem(folder):
         yield Damage(problem)
     for path in _files(folder, ("*.safetensors",)):
-        if problem := _safetensors_problem(path):
+        if problem := safetensors_problem(path):
             yield Damage(f"{path.name} {problem}")
 
 
@@ -184,7 +184,8 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _safetensors_problem(path: Path) -> str | None:
+def safetensors_problem(path: Path) -> str | None:
+    """Return what is wrong with a safetensors file, after reading its header."""
     from safetensors import SafetensorError, safe_open
 
     try:

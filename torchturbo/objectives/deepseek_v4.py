@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
+from torchturbo.errors import shorten
+
 MODEL_TYPE = "deepseek_v4"
 PATTERN = re.compile(r"mtp\.(\d+)\.")
 """A head's tensors in a checkpoint, and its number."""
@@ -66,9 +68,27 @@ def transforms(moved: Iterable[tuple[str, str]] = ()) -> list[Any]:
 
 
 def count(names: Iterable[str]) -> int:
-    """Return how many heads a checkpoint has, by the names of its tensors: the highest number and one."""
-    found = (PATTERN.match(name) for name in names)
-    return max((int(match.group(1)) + 1 for match in found if match), default=0)
+    """Return how many heads a checkpoint has, by the names of its tensors: those that are numbered from 0 on."""
+    numbers = _numbers(names)
+    return next(at for at in range(len(numbers) + 1) if str(at) not in numbers)
+
+
+def gap(names: Iterable[str]) -> str | None:
+    """Return what is wrong with the numbers of a checkpoint's heads; None where they go from 0 on without a gap."""
+    numbers = _numbers(names)
+    first = count(numbers.values())
+    stray = min((numbers[number] for number in numbers.keys() - set(map(str, range(first)))), default=None)
+    if stray is None:
+        return None
+    return f"its files hold {shorten(stray)} and no tensor mtp.{first}.*, expected numbers from 0 on without a gap"
+
+
+def _numbers(names: Iterable[str]) -> dict[str, str]:
+    """Return the numbers of the heads in a checkpoint, and the first name of a tensor of each.
+
+    They are left as text: whoever wrote the file chose their length.
+    """
+    return {match[1]: match.string for match in map(PATTERN.match, sorted(names, reverse=True)) if match}
 
 
 def copies(base: Any, stored: Collection[str]) -> dict[str, str]:

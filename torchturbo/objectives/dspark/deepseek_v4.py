@@ -11,7 +11,7 @@ confidence head. After the inference code in https://huggingface.co/deepseek-ai/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from torchturbo.objectives import deepseek_v4
 from torchturbo.objectives.dspark.backbone import Draft, DraftStates
 from torchturbo.objectives.dspark.confidence import ConfidenceHead
 from torchturbo.objectives.dspark.markov import MarkovHead
+from torchturbo.objectives.dspark.values import ascending, slots, whole
 from torchturbo.objectives.dspark.visibility import Visibility
 from torchturbo.objectives.planned import Planned, Stored
 
@@ -181,7 +182,7 @@ def find(base: Any, stored: Stored) -> Planned | None:
     lacking = [name for name in FIELDS if getattr(config, name, None) is None]
     if config.model_type != deepseek_v4.MODEL_TYPE or len(lacking) == len(FIELDS):
         return None
-    stages = len(config.dspark_target_layer_ids or ()) if stored is None else deepseek_v4.count(stored)
+    stages = _tapped(config) if stored is None else deepseek_v4.count(stored)
     kind = f"{stages} DSpark stages of DeepSeek-V4" if stages else "DSpark stages of DeepSeek-V4"
     if obstacle := _obstacle(config, lacking, stages, stored):
         return Planned(kind, obstacle=obstacle[0], remedy=obstacle[1])
@@ -192,24 +193,38 @@ def _built(stages: int, stored: Stored, base: Any) -> DeepseekV4Draft:
     return DeepseekV4Draft(base.config, stages, deepseek_v4.copies(base, stored or ()))
 
 
+def _tapped(config: Any) -> int:
+    """Return the number of tapped layers; 0 where they are no list."""
+    taps = config.dspark_target_layer_ids
+    return len(taps) if isinstance(taps, list | tuple) else 0
+
+
 def _obstacle(config: Any, lacking: list[str], stages: int, stored: Stored) -> tuple[str, str] | None:
     """Return what keeps a model from having the stages, and what to do."""
-    if (other := deepseek_v4.other_architecture(config, stages, stored)) is not None:
+    gap = deepseek_v4.gap(stored or ())
+    if (other := deepseek_v4.other_architecture(config, stages, None if gap else stored)) is not None:
         return other, "train it without, or use a DeepSeek-V4 checkpoint"
-    if lacking:
-        return f"its config.json says nothing of {', '.join(lacking)}", "write it there"
-    if wrong := list(_wrong(config)):
-        return "; ".join(wrong), "mend its config.json"
-    return None if stages else ("its files hold no tensor mtp.0.*", "use a checkpoint that has them")
+    wrong = [f"its config.json says nothing of {', '.join(lacking)}"] if lacking else []
+    wrong += _wrong(config, lacking)
+    if wrong:
+        return "; ".join([*wrong, *([gap] if gap else [])]), "mend its config.json"
+    if gap is None and stages == 0:
+        gap = "its files hold no tensor mtp.0.*"
+    return (gap, "use a checkpoint that has them") if gap else None
 
 
-def _wrong(config: Any) -> Iterator[str]:
-    """Yield what the stages can't be built with, of a configuration that has all of :data:`FIELDS`."""
-    for name in ("dspark_block_size", "dspark_markov_rank"):
-        if (value := getattr(config, name)) < 1:
-            yield f"{name} is {value}, expected at least 1"
-    if not 0 <= config.dspark_noise_token_id < config.vocab_size:
-        yield f"dspark_noise_token_id is {config.dspark_noise_token_id}, expected a token below {config.vocab_size}"
-    taps, layers = list(config.dspark_target_layer_ids), config.num_hidden_layers
-    if taps != sorted(set(taps)) or not taps or taps[0] < 0 or taps[-1] >= layers:
-        yield f"dspark_target_layer_ids is {taps}, expected ascending numbers from 0 to {layers - 1}"
+def _wrong(config: Any, lacking: list[str]) -> list[str]:
+    """Return what the stages can't be built with, of the :data:`FIELDS` that a configuration has."""
+    last, vocabulary = config.num_hidden_layers - 1, config.vocab_size
+    checks: dict[str, Any] = {
+        "dspark_block_size": lambda name, value: slots(name, value, config),
+        "dspark_noise_token_id": lambda name, value: whole(name, value, 0, vocabulary - 1, "the vocabulary's last"),
+        "dspark_target_layer_ids": lambda name, value: ascending(name, value, 0, last, f"from 0 to {last}"),
+        "dspark_markov_rank": lambda name, value: whole(name, value, 1, vocabulary, "the vocabulary"),
+    }
+    return [
+        problem
+        for name, check in checks.items()
+        if name not in lacking
+        for problem in check(name, getattr(config, name))
+    ]

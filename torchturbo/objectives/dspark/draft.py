@@ -87,7 +87,7 @@ class DenseDraft(Draft):
     Parameters
     ----------
     config
-        A ``Qwen3Config`` with DeepSpec's fields, checked: :mod:`torchturbo.objectives.dspark.files`.
+        A ``Qwen3Config`` with DeepSpec's fields, checked: :mod:`torchturbo.objectives.dspark.settings`.
     weights
         Safetensors files with its weights; none for one that begins anew.
 

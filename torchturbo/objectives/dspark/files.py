@@ -8,6 +8,8 @@ of which a draft is made anew. An export of the target writes the subfolder agai
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,25 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FOLDER, MAPPING, ARCHITECTURE = "dspark", "dspark_config", "Qwen3DSparkModel"
+from torchturbo.checkpoint.damage import safetensors_problem
+from torchturbo.checkpoint.fingerprints import is_name
+from torchturbo.checkpoint.slices import Stored, headers
+
+FOLDER, MAPPING = "dspark", "dspark_config"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MODEL_TYPE = "qwen3"
-"""Of the draft, whatever its target is."""
+LAYER = re.compile(r"layers\.([0-9]+)\.")
+"""A layer's tensors in a draft's files, and its number."""
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
 """What DeepSpec's checkpoints repeat of the target, and its names there; a tied head is the embeddings."""
-NEEDED = (
-    "block_size",
-    "num_hidden_layers",
-    "target_layer_ids",
-    "mask_token_id",
-    "markov_rank",
-    "enable_confidence_head",
-)
-"""Fields that DeepSpec asks for; ``num_draft_layers`` is its name for the layers where a draft is made anew."""
-DEPENDENT = {"markov_rank": "markov_head_type", "enable_confidence_head": "confidence_head_with_markov"}
-"""Fields that are asked for where another one is not 0 or false."""
-OTHERS = ("num_anchors", "num_target_layers", "num_draft_layers")
-"""Further fields of DeepSpec's."""
 
 
 class Found(NamedTuple):
@@ -51,27 +44,43 @@ class Found(NamedTuple):
 def find(base: Any) -> Found | None:
     """Return what the folder or the configuration of a Transformers model says of a draft; None where they say nothing.
 
+    What it says under each name may be anything: see :func:`torchturbo.objectives.dspark.settings.problems`.
+
     Raises
     ------
     ValueError
-        If ``dspark/config.json`` is no JSON.
+        If ``dspark/config.json`` can't be read, or is no JSON; if it or ``dspark_config`` is no mapping. Its text says
+        which, and what was found.
 
     """
     place = speaks(base)
     if place is None:
         return None
     if place == MAPPING:
-        return Found(place, getattr(base.config, MAPPING), None)
+        return Found(place, _mapping(place, getattr(base.config, MAPPING)), None)
     file = _file(base.config, CONFIG)
     assert file is not None
-    return Found(place, json.loads(file.read_text(encoding="utf-8")), file.parent)
+    return Found(place, _mapping(place, _json(place, file)), file.parent)
+
+
+def _json(place: str, file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{place} can't be read: {error}") from error
+
+
+def _mapping(place: str, said: Any) -> Mapping[str, Any]:
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{place}: expected a mapping of names to values, got {reprlib.repr(said)}")
+    return said
 
 
 def speaks(base: Any) -> str | None:
     """Return where something speaks of a draft of a Transformers model; None where nothing does."""
     if _file(base.config, CONFIG) is not None:
         return f"{FOLDER}/{CONFIG}"
-    return MAPPING if isinstance(getattr(base.config, MAPPING, None), Mapping) else None
+    return None if getattr(base.config, MAPPING, None) is None else MAPPING
 
 
 def _file(config: Any, name: str) -> Path | None:
@@ -90,120 +99,71 @@ def _file(config: Any, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def weights(config: Any) -> list[Path]:
-    """Return the files with a draft's weights, of a target with this configuration."""
+def weights(config: Any) -> dict[str, Stored]:
+    """Return what the files of a draft's weights hold, of a target with this configuration; reads headers alone.
+
+    Empty where the folder has no weights. No file outside of the folder is opened.
+
+    Raises
+    ------
+    ValueError
+        If a file is damaged or missing, or the index names one elsewhere. Its text says which.
+
+    """
     if (single := _file(config, WEIGHTS)) is not None:
-        return [single]
-    if (index := _file(config, INDEX)) is None:
+        return _headers(single)
+    found: dict[str, Stored] = {}
+    if (index := _file(config, INDEX)) is not None:
+        for name in _indexed(index):
+            if (path := _file(config, name)) is None:
+                raise ValueError(f"{FOLDER}/{INDEX} names {name}, which is missing")
+            found |= _headers(path)
+    return found
+
+
+def _headers(path: Path) -> dict[str, Stored]:
+    if problem := safetensors_problem(path):
+        raise ValueError(f"{FOLDER}/{path.name} {problem}")
+    return headers([path])
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the files in an index, all of them in its own folder."""
+    place = f"{FOLDER}/{INDEX}"
+    said = _json(place, index)
+    shards = said.get("weight_map") if isinstance(said, Mapping) else None
+    if not isinstance(shards, Mapping):
+        raise ValueError(f"{place}: expected a mapping weight_map of tensors to files, got {reprlib.repr(said)}")
+    for name in shards.values():
+        if not isinstance(name, str) or not is_name(name):
+            raise ValueError(f"{place} names {reprlib.repr(name)}, which is no file of this folder")
+    return sorted(set(shards.values()))
+
+
+def other_layers(layers: Any, stored: Mapping[str, Stored]) -> list[str]:
+    """Return where the files of a draft's weights hold another number of layers than it is said to have."""
+    held = {match[1] for match in map(LAYER.match, stored) if match}
+    if not stored or type(layers) is not int or len(held) == layers:
         return []
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    return [path for name in names if (path := _file(config, name)) is not None]
+    return [f"its weights are those of {len(held)} layers, and its {CONFIG} asks for num_hidden_layers {layers}"]
 
 
-def draft_config(target: Any, found: Found) -> Any:
-    """Return the configuration of a draft: what is said of it, and for one made anew the target's sizes otherwise."""
-    from transformers import Qwen3Config
-
-    plain, said = Qwen3Config().to_dict(), dict(found.said)
-    layers = said.pop("num_draft_layers", None)
-    said.setdefault("num_hidden_layers", layers)
-    taken: dict[str, Any] = {}
-    if found.folder is None:
-        taken = {name: value for name, value in target.to_dict().items() if name in plain and value is not None}
-        taken.setdefault("head_dim", target.hidden_size // target.num_attention_heads)
-        for name in ("layer_types", "max_window_layers", "sliding_window", "attention_bias"):
-            taken.pop(name, None)
-        taken |= {"use_sliding_window": False}
-    fixed = {
-        "architectures": [ARCHITECTURE],
-        "tie_word_embeddings": False,
-        "num_target_layers": target.num_hidden_layers,
-        "layer_types": ["full_attention"] * int(said["num_hidden_layers"]),
-    }
-    said.pop("model_type", None)
-    return Qwen3Config(**(taken | said | fixed))
-
-
-def problems(target: Any, found: Found) -> list[str]:
-    """Return what is wrong with the settings of a draft of a target with this configuration, all at once."""
-    said = dict(found.said)
-    if found.folder is None and "num_draft_layers" in said:
-        said.setdefault("num_hidden_layers", said["num_draft_layers"])
-    needed = [name for name in NEEDED if name not in said]
-    needed += [name for switch, name in DEPENDENT.items() if said.get(switch) and name not in said]
-    wrong = [f"lacks {', '.join(needed)}"] if needed else []
-    wrong += _unknown(said, found)
-    return wrong + _wrong_values(said) + _unlike_target(said, target)
-
-
-def _unknown(said: Mapping[str, Any], found: Found) -> list[str]:
-    """Return what is said under names that mean nothing; a draft's own config.json may hold more than is known here."""
-    from transformers import Qwen3Config
-
-    if found.folder is not None:
-        kind = said.get("model_type", MODEL_TYPE)
-        return [] if kind == MODEL_TYPE else [f"is of model_type {kind}, and only {MODEL_TYPE} drafts are known"]
-    known = {*NEEDED, *DEPENDENT.values(), *OTHERS, *Qwen3Config().to_dict()}
-    others = sorted(set(said) - known)
-    return [f"has {', '.join(others)}, which no draft has"] if others else []
-
-
-def _wrong_values(said: Mapping[str, Any]) -> list[str]:
-    from torchturbo.objectives.dspark.markov import KINDS
-
-    least = {"block_size": 1, "num_hidden_layers": 1, "mask_token_id": 0, "markov_rank": 0}
-    wrong = [
-        f"{name}: expected a whole number of at least {bound}, got {said[name]!r}"
-        for name, bound in least.items()
-        if name in said and not (type(said[name]) is int and said[name] >= bound)
-    ]
-    if said.get("markov_rank") and (kind := said.get("markov_head_type", "vanilla")) not in KINDS:
-        wrong.append(f"markov_head_type: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if said.get("confidence_head_with_markov") and said.get("enable_confidence_head") and not said.get("markov_rank"):
-        wrong.append("confidence_head_with_markov: there is no Markov head, markov_rank is 0")
-    return wrong
-
-
-def _unlike_target(said: Mapping[str, Any], target: Any) -> list[str]:
-    """Return where a draft does not fit its target."""
-    wrong = [
-        f"{name} is {said[name]}, and the target's {getattr(target, name)}"
-        for name in ("hidden_size", "vocab_size")
-        if name in said and said[name] != getattr(target, name)
-    ]
-    token = said.get("mask_token_id")
-    if type(token) is int and token >= target.vocab_size:
-        wrong.append(f"mask_token_id: expected less than {target.vocab_size}, the vocabulary, got {token}")
-    ids, last = said.get("target_layer_ids"), target.num_hidden_layers - 1
-    if ids is None:
-        return wrong
-    whole = isinstance(ids, list) and ids and all(type(one) is int for one in ids)
-    if not whole or ids != sorted(set(ids)) or ids[0] < -1 or ids[-1] >= last:
-        # DeepSpec's evaluation can't use the last layer: what it sees of it has been normalised.
-        reason = f"expected ascending numbers of layers from -1, the embeddings, to {last - 1}, the last but one"
-        wrong.append(f"target_layer_ids: {reason}, got {ids!r}")
-    return wrong
-
-
-def unlike_files(draft: Any, weights: list[Path]) -> list[str]:
-    """Return where the files of a draft's weights do not fit it; reads headers alone."""
-    if not weights:
+def unlike_files(draft: Any, stored: Mapping[str, Stored]) -> list[str]:
+    """Return where the files of a draft's weights do not fit it."""
+    if not stored:
         return [f"has no {WEIGHTS} beside its {CONFIG}"]
-    shapes: dict[str, list[int]] = {}
-    for path in weights:
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    expected = {name: list(one.shape) for name, one in draft.state_dict().items()}
-    missing = [name for name in expected if name not in shapes]
+    expected = {name: tuple(one.shape) for name, one in draft.state_dict().items()}
+    missing = [name for name in expected if name not in stored]
     wrong = [f"its weights lack {len(missing)} of {len(expected)}: {', '.join(missing[:3])}"] if missing else []
-    for name in sorted(shapes.keys() - expected.keys() - COPIES.keys())[:3]:
+    for name in sorted(stored.keys() - expected.keys() - COPIES.keys())[:3]:
         wrong.append(f"its weights have {name}, which its {CONFIG} does not ask for")
     wrong += [
-        f"its weights have {name} as {shapes[name]}, and its {CONFIG} asks for {shape}"
+        f"its weights have {name} as {list(stored[name].shape)}, and its {CONFIG} asks for {list(shape)}"
         for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
+        if name in stored and stored[name].shape != shape
     ][:3]
-    return wrong
+    strange = sorted(name for name in expected if name in stored and stored[name].dtype is None)
+    return wrong + [f"its weights have {name} in a format that torch has not" for name in strange[:3]]
 
 
 def write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
