@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,13 +208,32 @@ def problems(model: Any, context: Context | None = None, **settings: Any) -> lis
 
 def test_a_model_without_heads_is_refused() -> None:
     """With the key, its place, what was found and what to do."""
-    (problem,) = problems(tiny.model())
+    (problem,) = problems(tiny.model("mixtral"))
 
     assert problem.key == "mtp.enabled"
     assert problem.place.endswith("parity.json:1:98")
-    assert problem.message.startswith("LlamaForCausalLM (llama) has no extra heads: ")
+    assert problem.message == "MixtralForCausalLM (mixtral) has no extra heads: none are known for this kind of model"
+    assert problem.remedy.startswith("use one of DeepSeek-V3 and R1, DeepSeek-V3.2, ")
     assert problem.remedy.endswith(", or set it to false")
     assert "MiMo" not in problem.remedy
+
+
+def test_a_model_that_could_have_a_draft_is_told_how() -> None:
+    """DSpark's families have no heads of their own."""
+    (problem,) = problems(tiny.model())
+
+    assert problem.message.endswith("nothing says which DSpark draft it is to get")
+    assert problem.remedy.startswith("add dspark_config to its config.json, or a folder dspark/ with a draft")
+
+
+def test_heads_that_are_left_aside_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They would be missed in serving alone."""
+    from transformers import AutoModelForCausalLM
+
+    written("deepseek_v3", tmp_path)
+    Engine(parity.config(), Context()).prepare(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+    assert re.search(r"the checkpoint has \d multi-token prediction heads?, not trained", "".join(capfd.readouterr()))
 
 
 def test_what_is_no_model_of_transformers_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from torchturbo.checkpoint.heads import Said, initialise, saves_heads, say_again
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
+from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
 from torchturbo.objectives.dspark import layouts
 from torchturbo.objectives.heads import BESIDE, NAME, ExtraHeads, attach, detach, draft_beside, extra_heads
-from torchturbo.objectives.mtp.families import FAMILIES
+from torchturbo.objectives.mtp.families import FAMILIES, family_of, held_by
 from torchturbo.objectives.planned import Planned
 
 if TYPE_CHECKING:
@@ -132,6 +134,9 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     _adopt(base)
     if not config.mtp.enabled:
         changes.said = say_none(base)
+        if changes.said and (held := _held(base, context)):
+            message = "the checkpoint has %s, not trained and not exported; %s true keeps them"
+            log.warning_rank0(message, f"{held} multi-token prediction head{'s' * (held > 1)}", KEYS[KEY].cli)
         if left := draft_beside(base):
             log.warning_rank0("%s is left aside: what is saved will have no draft (%s is off)", left, KEY)
         return
@@ -142,6 +147,16 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     else:
         _build(base, context)
     changes.saving = saves_heads(base)
+
+
+def _held(base: Any, context: Context) -> int:
+    """Return how many heads for multi-token prediction a model's files hold, as far as there are files."""
+    family = family_of(base.config)
+    if family is None:
+        return 0
+    with suppress(OSError):  # of files that are no longer there nothing is said
+        return held_by(family, base.config, _stored(base, context))
+    return 0
 
 
 def _adopt(base: Any) -> None:
