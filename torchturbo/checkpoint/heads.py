@@ -23,7 +23,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from torchturbo.checkpoint.slices import Converted, Leaf, Reader, fill, headers
 from torchturbo.objectives.heads import NAME, ExtraHeads, extra_heads, is_of_heads
 from torchturbo.objectives.mtp.families import COUNTS, family_of, said_by
-from torchturbo.ops.replace import Attribute
 
 if TYPE_CHECKING:
     from torchturbo.checkpoint.recipes import Recipes
@@ -297,9 +296,15 @@ def save_beside(heads: ExtraHeads, folder: Path, tensors: Mapping[str, Tensor]) 
     heads.export_beside(folder, {name.removeprefix(BELOW): one.detach().cpu() for name, one in tensors.items()})
 
 
-def saves_heads(base: nn.Module) -> Attribute:
-    """Let a model's own ``save_pretrained`` write its extra heads, too; removing what is returned ends that.
+def saves_heads(base: nn.Module) -> None:
+    """Let a model's own ``save_pretrained`` write its extra heads, too.
 
     It is no bound method: a pickle would hold the name of one alone, which a copy would find in its class.
     """
-    return Attribute(base, "save_pretrained", partial(save_pretrained, base))
+    vars(base)["save_pretrained"] = partial(save_pretrained, base)
+
+
+def saves_plainly(base: nn.Module) -> None:
+    """Give a model its class's ``save_pretrained`` back. Nothing but the model knows that it had another one."""
+    if getattr(vars(base).get("save_pretrained"), "func", None) is save_pretrained:
+        del vars(base)["save_pretrained"]

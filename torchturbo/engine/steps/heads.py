@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchturbo.checkpoint.heads import Said, initialise, saves_heads, say_again, say_none
+from torchturbo.checkpoint.heads import Said, initialise, saves_heads, saves_plainly, say_again, say_none
 from torchturbo.checkpoint.weights import WeightSource
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
@@ -26,7 +25,6 @@ from torchturbo.objectives.planned import Planned
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
-    from torchturbo.ops.replace import Handle
 
 KEY, SP_SIZE, EP_SIZE = "mtp.enabled", "parallel_plan.sp_size", "parallel_plan.ep_size"
 FINDERS = ("torchturbo.objectives.dspark.layouts:find", "torchturbo.objectives.mtp.families:find")
@@ -34,16 +32,8 @@ FINDERS = ("torchturbo.objectives.dspark.layouts:find", "torchturbo.objectives.m
 log = get_logger(__name__)
 
 
-@dataclass
-class Changes:
-    """What the step did to a model."""
-
-    said: Said = field(default_factory=list)
-    """What the model's configurations said of heads that it does not get."""
-    saving: Handle | None = None
-
-
-CHANGES: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
+SAID: WeakKeyDictionary[nn.Module, Said] = WeakKeyDictionary()
+"""What the configurations of each model that the step has changed said of heads that it does not get."""
 KEPT: WeakKeyDictionary[nn.Module, ExtraHeads] = WeakKeyDictionary()
 """The heads of each model that has been prepared with some: a later engine goes on training them."""
 
@@ -130,11 +120,11 @@ def _stored(base: Any, context: Context) -> frozenset[str] | None:
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Build a model's heads, as new members of it; without them its configuration says so, in exports too."""
     base: Any = base_model(model)
-    changes = CHANGES[base] = Changes()
+    SAID[base] = []
     _adopt(base)
     if not config.mtp.enabled:
-        changes.said = say_none(base)
-        if changes.said and (held := _held(base, context)):
+        SAID[base] = say_none(base)
+        if SAID[base] and (held := _held(base, context)):
             message = "the checkpoint has %s, not trained and not exported; %s true keeps them"
             log.warning_rank0(message, f"{held} multi-token prediction head{'s' * (held > 1)}", KEYS[KEY].cli)
         if left := draft_beside(base):
@@ -143,10 +133,10 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if problems := check(model, config, context):
         fail(problems)
     if base in KEPT:
-        attach(base, KEPT[base])
+        attach(base, KEPT[base].train(base.training))
     else:
         _build(base, context)
-    changes.saving = saves_heads(base)
+    saves_heads(base)
 
 
 def _held(base: Any, context: Context) -> int:
@@ -214,12 +204,11 @@ def _last(name: str) -> str:
 def undo(model: nn.Module) -> None:
     """Take the heads out of a model, and let its configuration say again how many it has."""
     base: Any = base_model(model)
-    changes = CHANGES.pop(base, None)
-    if changes is None:
+    said = SAID.pop(base, None)
+    if said is None:
         return
-    say_again(changes.said)
-    if changes.saving is not None:
-        changes.saving.remove()
+    say_again(said)
+    saves_plainly(base)
     detach(base)
 
 
@@ -234,4 +223,5 @@ def keep(model: nn.Module, heads: ExtraHeads | None) -> None:
     said = say_none(base)
     say_again(said)
     if heads is not None or said:
-        CHANGES[base] = Changes(saving=saves_heads(base))
+        SAID[base] = []
+        saves_heads(base)
