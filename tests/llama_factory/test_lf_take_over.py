@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import tiny
 import torch
 from ranks import run_ranks
 
+from torchturbo.adapters.llama_factory import run as run_module
 from torchturbo.adapters.llama_factory.command import Command
-from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS
+from torchturbo.adapters.llama_factory.mapping import FREEZE_FLAGS, accuracy_problems, in_whole_blocks
 from torchturbo.adapters.llama_factory.run import run_command, take_over, told
 from torchturbo.adapters.llama_factory.said import Arguments, Said
 from torchturbo.adapters.llama_factory.trainer import Launch, quantised
@@ -284,9 +285,87 @@ def test_a_diffusion_model_is_looked_at_before_its_weights(tmp_path: Path) -> No
     from torchturbo.adapters.llama_factory import run
 
     arguments = SimpleNamespace(**diffusion_model(tmp_path) | {"flash_attn": "fa2"})
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1))
+    said: dict[str, Any] = {"flash_attn": "fa2", "label_smoothing_factor": 0.1, "compute_accuracy": True}
     with pytest.raises(ConfigError) as caught:
-        run._check_model(arguments, tiny.tokenizer(), launch(flash_attn="fa2", label_smoothing_factor=0.1))
+        run._check_model(arguments, tiny.tokenizer(), launch(**said))
 
     told = [str(problem) for problem in caught.value.problems]
-    parts = ("mask_token_id", "flash_attn: FlashAttention can't express", "label_smoothing_factor: a loss that is made")
-    assert [part in line for part, line in zip(parts, told, strict=True)] == [True] * 3
+    parts = (
+        "mask_token_id",
+        "flash_attn: FlashAttention can't express",
+        "compute_accuracy: it compares predictions with the next token",
+        "label_smoothing_factor: a loss that is made",
+        "the model is quantised",
+    )
+    assert [part in line for part, line in zip(parts, told, strict=True)] == [True] * 5
+
+
+def test_accuracy_is_a_next_token_models_too() -> None:
+    """Where it is off, and for other models, nothing is said."""
+    assert [] == accuracy_problems({"compute_accuracy": Said(False, "here")})
+    assert [] == accuracy_problems({})
+
+
+def test_a_block_longer_than_samples_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With both lengths."""
+    made = parsed()
+    vars(made[0]).update(diffusion_model(tmp_path))
+    take_over(made, launch("--tt_bd_block_size", "4096", cutoff_len=64))
+    told = capsys.readouterr().err
+    assert "blocks of 4096 tokens are longer than the longest sample (cutoff_len 64)" in told
+
+
+def test_a_class_alone_makes_a_diffusion_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration says nothing: the model on the meta device is asked, before data are cut and after."""
+    from transformers import Qwen3ForCausalLM
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "is_diffusion_model", True, raising=False)
+    for said, expected in ((None, 96), (False, 64)):
+        made = parsed()
+        config = tiny.model("qwen3").config
+        if said is not None:
+            config.is_diffusion_model = said
+        config.save_pretrained(tmp_path)
+        vars(made[0]).update(model_of(str(tmp_path)))
+        take_over(made, launch("--tt_bd_block_size", "48", cutoff_len=64))
+        assert expected == made[1].cutoff_len
+
+
+def greedy(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Choose as LLaMA-Factory does: the longest that fits, again and again."""
+    left, rows = sorted(lengths), []
+    while left:
+        row: list[int] = []
+        while fitting := [length for length in left if length <= capacity - sum(row)]:
+            left.remove(fitting[-1])
+            row.append(fitting[-1])
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("capacity", [2047, 2048])
+def test_packed_rows_have_room_for_whole_blocks(capacity: int) -> None:
+    """62 documents of 33 tokens fit into 2,048 by their own lengths, and take 3,968 in blocks of 32."""
+    lengths = [33] * 62 + [64, 1, 40]
+    rows = in_whole_blocks(greedy, lambda: 32)(list(lengths), capacity)
+    assert sorted(lengths) == sorted(length for row in rows for length in row)
+    assert all(sum(-(-length // 32) * 32 for length in row) <= 2048 for row in rows)
+    assert greedy(lengths, capacity) == in_whole_blocks(greedy, lambda: 1)(list(lengths), capacity)
+
+
+def test_it_chooses_the_samples_of_packed_rows_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of LLaMA-Factory's function, which is there again afterwards."""
+    packing = ModuleType(run_module.PACKING)
+    packing.greedy_knapsack = greedy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, run_module.PACKING, packing)
+    workflow = SimpleNamespace(load_model=print, CustomTrainer=object, CustomSeq2SeqTrainer=object)
+    package: Any = SimpleNamespace(
+        tuner=SimpleNamespace(get_train_args=print), workflows={"pt": workflow, "sft": workflow}
+    )
+    one = launch()
+    with run_module.engine_underneath(package, one):
+        one.grain = 32
+        assert [[33], [33]] == packing.greedy_knapsack([33, 33], 96)
+    assert greedy is packing.greedy_knapsack

@@ -262,8 +262,54 @@ def test_a_copy_of_the_model_has_its_plain_loss() -> None:
     assert plain is model.loss_function.wrapped
 
 
-def test_nothing_is_looked_at_outside_of_training() -> None:
-    """An evaluation has no terms."""
-    model = diffusing.model().eval()
-    cap = Cap(model)
+def with_cap() -> tuple[Any, BlockDiffusion, Cap]:
+    """Return a model with CAP, whose looks are kept."""
+    model = diffusing.model()
+    normaliser = Normaliser()
+    normaliser.install(model, model)
+    diffusion = BlockDiffusion(model, model, torch.float32)
+    diffusion.add_cap(normaliser, 1.0)
+    cap = diffusion._cap
+    assert cap is not None
+    return model, diffusion, cap
+
+
+@pytest.mark.parametrize(("training", "graph"), [(True, True), (False, True), (True, False)])
+def test_nothing_is_looked_at_outside_of_training(training: bool, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation has no terms, and neither has what runs without a graph."""
+    looks: list[int] = []
+    monkeypatch.setattr(Cap, "look", lambda self, logits, target: looks.append(1))
+    model, _, cap = with_cap()
     assert cap.value(None, {}) is None
+    with torch.set_grad_enabled(graph):
+        model.train(training)(**noise()(rows(), 0))
+    assert (training and graph) == bool(looks)
+
+
+def test_nothing_of_a_forward_is_kept_after_it() -> None:
+    """No graph where nobody asked for the term, and neither after a forward that failed."""
+    model, diffusion, cap = with_cap()
+    batch = noise()(rows(), 0)
+    model.train()(**batch)
+    assert (None, None) == (diffusion.real, cap.found)
+
+    plain = model.loss_function.wrapped.plain
+
+    def failing(*args: Any, **kwargs: Any) -> Tensor:
+        raise ArithmeticError
+
+    model.loss_function.wrapped.plain = failing
+    with pytest.raises(ArithmeticError):
+        model(**batch)
+    assert (None, None) == (diffusion.real, cap.found)
+    model.loss_function.wrapped.plain = plain
+
+
+def test_a_forward_begins_with_nothing_of_the_one_before() -> None:
+    """Though hooks after it may not have run, as in a compiled graph: what is padding is asked of this batch."""
+    model, diffusion, cap = with_cap()
+    diffusion.real, cap.found = torch.ones(2, 8), (torch.ones(()), torch.ones(()))
+    seen: list[Any] = []
+    model.model.register_forward_pre_hook(lambda *args: seen.append((diffusion.real, cap.found)))
+    model(input_ids=rows()["input_ids"])
+    assert [(None, None)] == seen

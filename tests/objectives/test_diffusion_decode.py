@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import diffusing
+import parity
 import pytest
 import torch
 from diffusing import MASK
+from ranks import run_ranks
 from torch import Tensor, nn
+from transformers import AutoConfig
 
+from torchturbo.models import register
 from torchturbo.objectives.diffusion.decode import decode
 from torchturbo.objectives.diffusion.mask import KINDS
+from torchturbo.parallel.ulysses import NAME as SHARING
 
 END = 2
 
@@ -76,6 +82,42 @@ def test_an_answer_ends_with_the_block_of_its_end() -> None:
     assert 8 == max(map(len, model.texts))
 
 
+@pytest.mark.parametrize(
+    ("named", "generation", "ends"),
+    [
+        ({"eos_token_id": END, "pad_token_id": 6}, None, [5, 6, 7]),
+        ({"eos_token_id": END}, {"eos_token_id": [6, 7]}, [5]),
+        ({"eos_token_id": None, "pad_token_id": 6}, {"eos_token_id": None}, [5]),
+        ({"eos_token_id": None}, None, [5, 6, 7, END, 8, 8]),
+    ],
+    ids=["configuration", "generation", "filler", "nothing"],
+)
+def test_an_answer_ends_with_what_the_model_names_first(
+    named: dict[str, Any], generation: dict[str, Any] | None, ends: list[int]
+) -> None:
+    """Its generation configuration, its configuration, and then what fills up its samples."""
+    model = Scripted(
+        dict(zip(range(2, 8), [(5, 0.99), (6, 0.99), (7, 0.99), (END, 0.99), (8, 0.99), (8, 0.99)], strict=True))
+    )
+    for name, value in named.items():
+        setattr(model.config, name, value)
+    if generation is not None:
+        model.generation_config = SimpleNamespace(**generation)  # type: ignore[assignment]
+    assert ends == decode(model, [3, 4], block_size=4, max_new_tokens=6)
+
+
+def test_a_llada2_as_it_is_published_stops_at_its_padding() -> None:
+    """Its config.json names no end of a text, and pad_token_id 156892 ends its answers."""
+    register()
+    published = AutoConfig.for_model("llada2_moe", pad_token_id=156892)
+    assert getattr(published, "eos_token_id", None) is None
+    model = Scripted(dict.fromkeys(range(12), (7, 0.99)))
+    model.config = published
+    published.mask_token_id, published.pad_token_id = MASK, 7  # the tokens of the script
+    assert [] == decode(model, [3, 4], block_size=4, max_new_tokens=10)
+    assert 1 == len(model.texts)
+
+
 def test_an_answer_is_no_longer_than_was_asked_for() -> None:
     """Though blocks are whole."""
     model = Scripted(dict.fromkeys(range(12), (5, 0.99)))
@@ -106,6 +148,22 @@ def test_every_attention_writes_the_same(kind: str) -> None:
     assert model.training
 
 
+def decoded(rank: int) -> tuple[list[int], bool]:
+    """Decode with a sharded model; return the answer and whether the root's parameters are sharded afterwards."""
+    from torch.distributed.tensor import DTensor
+
+    model = diffusing.model()
+    parity.prepared(model, parity.config(), 2, rank)
+    answer = decode(model, [5, 6, 7], block_size=4, max_new_tokens=9, eos_token_id=())
+    return answer, all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_sharded_ranks_decode_together_as_one() -> None:
+    """And have their shards afterwards."""
+    expected = decode(diffusing.model(), [5, 6, 7], block_size=4, max_new_tokens=9, eos_token_id=())
+    assert [(expected, True)] * 2 == run_ranks(2, decoded)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -114,8 +172,9 @@ def test_every_attention_writes_the_same(kind: str) -> None:
         ({"steps": 0}, "at least 1"),
         ({"mask": None}, "expected a mask token"),
         ({"kind": "flash_attention_2"}, "can't express the mask"),
+        ({"kind": SHARING}, "release the engine before decoding"),
     ],
-    ids=["block", "length", "steps", "mask", "attention"],
+    ids=["block", "length", "steps", "mask", "attention", "shared"],
 )
 def test_what_can_not_be_decoded_is_refused(settings: dict[str, Any], told: str) -> None:
     """By what is wrong."""

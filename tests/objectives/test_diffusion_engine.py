@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from torchturbo.errors import ConfigError
 from torchturbo.objectives.diffusion.mask import attention_mask, doubled_rule
+from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.objectives.diffusion.noise import DOUBLED, Doubled
 
 CAP = 2.0
@@ -236,7 +237,12 @@ def own_loss() -> Any:
     return model
 
 
+def half_said() -> Any:
+    return diffusing.model(is_diffusion_model="true")
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no yes": (half_said, {}, "is_diffusion_model is 'true' in its config.json, expected true or false"),
     "flash attention": (flash, {}, "flash_attention_2 can't express the mask of block diffusion; use sdpa"),
     "windows": (windows, {}, "layers of sliding_attention, which see less than"),
     "router loss": (router_loss, {}, "a router loss of its own (output_router_logits) that takes no 4-D mask"),
@@ -267,6 +273,32 @@ def test_a_model_that_is_none_is_left_alone_and_told_so(capsys: pytest.CaptureFi
 
     parity.prepared(tiny.model("qwen3"), parity.config())
     assert "set but not read" not in capsys.readouterr().err
+
+
+def test_a_problem_of_a_model_has_its_place() -> None:
+    """Where it was found."""
+    model = windows()
+    model.config.name_or_path = "some/model"
+    assert all(line.startswith("some/model: ") for line in problems(model))
+
+
+def test_a_class_is_told_by_its_configuration() -> None:
+    """A LLaDA2 whose configuration says that it is none is trained on the next token."""
+    model = diffusing.model("llada2_moe", is_diffusion_model=False)
+    assert type(model).is_diffusion_model
+    hooks = len(model._forward_pre_hooks)
+    parity.prepared(model, parity.config()).release(model)
+    assert hooks == len(model._forward_pre_hooks)
+    assert not is_diffusion_model(model) and not is_diffusion_model(model.config)
+
+
+def test_noise_that_hides_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, as the run begins."""
+    parity.prepared(diffusing.model(), settings(diffusion={"bd_mask_low": 0.0, "bd_mask_high": 0.0}))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "hides no token" in line]
+    assert "diffusion.bd_mask_high: 0 hides no token" in line
+    parity.prepared(diffusing.model(), settings(diffusion={"bd_mask_low": 0.0}))
+    assert "hides no token" not in capsys.readouterr().err
 
 
 def test_a_model_that_says_it_is_none_is_trained_on_the_next_token() -> None:

@@ -294,3 +294,16 @@ def test_rows_that_are_alike_share_a_mask() -> None:
     assert not made(ragged([12, 5]))[DOUBLED].whole
     assert not made(packed([8, 4]))[DOUBLED].whole
     assert MASK == made(rows(8))["input_ids"].min()
+
+
+@pytest.mark.parametrize(("device", "compiled"), [("cpu", False), ("cuda", True), ("xpu", True)])
+def test_a_block_mask_is_compiled_on_every_device_but_a_cpu(
+    device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made without, it is dense for a moment."""
+    from torch.nn.attention import flex_attention
+
+    given: list[Any] = []
+    monkeypatch.setattr(flex_attention, "create_block_mask", lambda *args, **kwargs: given.append(kwargs))
+    attention_mask("flex_attention", doubled_rule(None, 8, 4), 1, 16, torch.float32, torch.device(device))
+    assert [{"device": device, "_compile": compiled}] == given

@@ -10,6 +10,7 @@ import pytest
 from torchturbo.objectives.diffusion.models import (
     MODELS,
     DiffusionModel,
+    attribute_problem,
     fill_token,
     is_diffusion_model,
     mask_token,
@@ -32,13 +33,14 @@ def config(**values: Any) -> Any:
         (config(model_type="qwen3", is_diffusion_model=True), True),
         (config(config=config(model_type="llada2_moe")), True),
         (config(config=config(model_type="qwen3"), is_diffusion_model=True), True),
+        (config(config=config(model_type="qwen3", is_diffusion_model=False), is_diffusion_model=True), False),
         (config(get_base_model=lambda: config(config=config(model_type="llada2_moe"))), True),
         (config(), False),
     ],
-    ids=["other", "type", "denied", "configuration", "model", "class", "peft", "nothing"],
+    ids=["other", "type", "denied", "configuration", "model", "class", "class denied", "peft", "nothing"],
 )
 def test_a_model_is_one_by_type_or_by_what_it_says(model: Any, expected: bool) -> None:
-    """What it says itself wins."""
+    """What its configuration says wins, then its class."""
     assert expected == is_diffusion_model(model)
 
 
@@ -77,6 +79,17 @@ def test_what_is_missing_is_told_at_once() -> None:
     assert ["names a mask token" in found[0][0], "nothing to fill" in found[1][0]] == [True, True]
     (beyond,) = token_problems(config(model_type="qwen3", vocab_size=10, mask_token_id=10, pad_token_id=0))
     assert "the mask token 10 is none of the model's 10 tokens" == beyond[0]
+    (both,) = token_problems(config(model_type="qwen3", vocab_size=10, mask_token_id=3, eos_token_id=3))
+    assert "the mask token 3 is the token that fills up" in both[0]
+
+
+@pytest.mark.parametrize("said", [1, 0, "true", []])
+def test_an_attribute_that_is_neither_is_told(said: Any) -> None:
+    """And not passed over."""
+    found = attribute_problem(config(is_diffusion_model=said))
+    assert found is not None and f"is_diffusion_model is {said!r}" in found[0]
+    assert attribute_problem(config(is_diffusion_model=True)) is None
+    assert attribute_problem(config()) is None
 
 
 @pytest.mark.parametrize(("length", "block", "expected"), [(33, 32, 64), (64, 32, 64), (1, 32, 32), (0, 4, 0)])

@@ -11,7 +11,14 @@ import tiny
 import torch
 from ranks import run_ranks
 from torch import nn
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from torchturbo.adapters.hf_trainer import TurboTrainer, turbo
 from torchturbo.engine.args import parse_torchturbo_args
@@ -144,6 +151,42 @@ def test_predictions_are_those_of_the_noisy_half(tmp_path: Path) -> None:
     assert (output.label_ids != -100).any()
 
 
+class WithoutSelection(LlamaForCausalLM):  # type: ignore[misc]
+    """A model whose forward makes the logits of all tokens."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(input_ids, attention_mask, position_ids, labels=labels, **kwargs)
+
+
+def test_predictions_of_a_model_that_selects_no_logits(tmp_path: Path) -> None:
+    """The noisy half's too, and equal to those of the model that does."""
+    plain = diffusing.model("llama")
+    plain.config.is_diffusion_model = True
+    whole = WithoutSelection(plain.config)
+    whole.load_state_dict(plain.state_dict())
+    data = Examples(examples(4))
+    expected = trainer(tmp_path / "a", model=plain).predict(data)
+    found = trainer(tmp_path / "b", model=whole).predict(data)
+    assert expected.predictions.shape == found.predictions.shape == (*found.label_ids.shape, 320)
+    assert float(abs(expected.predictions - found.predictions).max()) < 1e-5
+
+
+def predicted(rank: int, folder: str) -> Any:
+    output = trainer(Path(folder), "--tt_sp_size", "2").predict(Examples(examples(4)))
+    return output.predictions, output.label_ids
+
+
+def test_two_ranks_that_share_sequences_predict_as_one(tmp_path: Path) -> None:
+    """Their forward gives the logits of both halves."""
+    one = trainer(tmp_path).predict(Examples(examples(4)))
+    for predictions, labels in run_ranks(2, predicted, str(tmp_path)):
+        assert one.predictions.shape == predictions.shape
+        assert (one.label_ids == labels).all()
+        assert float(abs(one.predictions - predictions).max()) < 1e-5
+
+
 def test_packed_rows_are_trained_as_the_rows_they_hold(tmp_path: Path) -> None:
     """Their evaluation is that of the single rows, but for what a document's noise is drawn from: all is hidden here."""
     words = ("--tt_bd_mask_low", "1", "--tt_bd_mask_high", "1")
@@ -247,6 +290,43 @@ def test_a_model_that_does_not_keep_to_its_mask_is_refused_before_its_first_step
         made.train()
     assert message in told(caught)
     assert 0 == made.state.global_step
+
+
+def test_what_a_model_raises_at_its_mask_is_a_problem(tmp_path: Path) -> None:
+    """Falcon with ALiBi counts the tokens of a mask [B, S], and knows no other; it is in training mode again."""
+    config = FalconConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True, bos_token_id=None,
+        is_diffusion_model=True, mask_token_id=diffusing.MASK, name_or_path="a/falcon",
+    )  # fmt: skip
+    made = trainer(tmp_path, model=FalconForCausalLM(config))
+    made.model.train()
+    with pytest.raises(ConfigError) as caught:
+        made._probe()
+    expected = "a/falcon: FalconForCausalLM can't be trained by block diffusion: it fails with its mask of two blocks"
+    assert told(caught).startswith(expected)
+    assert "ValueError" in told(caught)
+    assert made.model.training
+
+
+def test_a_model_that_wants_a_mask_for_each_row_gets_it(tmp_path: Path) -> None:
+    """XGLM compares its mask's shape with its batch's."""
+    made = trainer(tmp_path, model=diffusing.model("xglm"), data=[examples(1)[0]] * 4, max_steps=1)
+    made.train()
+    assert 1 == made.state.global_step
+
+
+def faint(mask: torch.Tensor) -> torch.Tensor:
+    """Return a causal mask that lets a trace through: less than rounding would explain."""
+    return mask + torch.full_like(mask, -12.0).triu(1)
+
+
+def test_what_moves_less_than_rounding_is_not_seen(tmp_path: Path) -> None:
+    """A causal mask under which logits still differ in their last digits."""
+    model = diffusing.model()
+    model.model.register_forward_pre_hook(Deaf(faint).forward, with_kwargs=True)
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, model=model)._probe()
+    assert "it puts a causal mask over" in told(caught)
 
 
 def test_looking_at_a_model_leaves_it_as_it_was(tmp_path: Path) -> None:

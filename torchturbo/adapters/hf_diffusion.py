@@ -14,11 +14,11 @@ from torch import Tensor
 
 from torchturbo.adapters.hf_data import own_losses
 from torchturbo.engine.model import base_model
-from torchturbo.engine.steps.diffusion import INSTALLED
+from torchturbo.engine.steps.diffusion import installed
 from torchturbo.errors import Problem, fail
-from torchturbo.objectives.diffusion.models import SHIFTED, fill_token, mask_token, token_problems
+from torchturbo.objectives.diffusion.models import SHIFTED, fill_token, mask_token, place_of, token_problems
 from torchturbo.objectives.diffusion.noise import DOUBLED, EVALUATION, Noise
-from torchturbo.objectives.diffusion.probe import obstacle
+from torchturbo.objectives.diffusion.probe import Failed, obstacle
 
 if TYPE_CHECKING:
     from torchturbo.engine.engine import Engine
@@ -42,10 +42,10 @@ class DiffusionMixin:
     def _settle_diffusion(self) -> None:
         """Find out the noise of a diffusion model, once Trainer is made; refuse what has no place beside it."""
         base: Any = base_model(self.model)
-        if base not in INSTALLED:
+        if installed(base) is None:
             return
         config, tokenizer = base.config, self.processing_class
-        problems = [Problem("", "", *found) for found in token_problems(config, tokenizer)]
+        problems = [Problem(place_of(config), "", *found) for found in token_problems(config, tokenizer)]
         problems += self._other_losses()
         hidden, filler = mask_token(config, tokenizer), fill_token(config, tokenizer)
         if problems or hidden is None or filler is None:
@@ -87,21 +87,29 @@ class DiffusionMixin:
     def _probe(self) -> None:
         """Refuse a model that does not keep to its masks, before its first batch. A collective."""
         base: Any = base_model(self.model)
-        diffusion = INSTALLED.get(base)
+        diffusion = installed(base)
         if diffusion is None or diffusion.probed:
             return
         size, divisor = base.get_input_embeddings().num_embeddings, self.turbo.context.plan.sp_size
         found = obstacle(self.model, size, divisor, self.args.device, self.turbo.autocast())
+        if isinstance(found, Failed):  # some models look at the number of rows
+            diffusion.every_row = True
+            found = obstacle(self.model, size, divisor, self.args.device, self.turbo.autocast())
         if found is not None:
             message = f"{type(base).__name__} can't be trained by block diffusion: it {found}"
-            fail([Problem("", "", message, "use another model, or another attn_implementation")])
+            fail([Problem(place_of(base.config), "", message, "use another model, or another attn_implementation")])
         diffusion.probed = True
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict one batch; a diffusion model's has the same noise in every evaluation."""
+        """Predict one batch: a diffusion model's has the same noise in all evaluations of a run, and its noisy half's logits.
+
+        Where ranks share sequences, and of a model without ``logits_to_keep``, the forward gives those of both halves.
+        """
         batches = [inputs]
         self._mask_blocks(batches, EVALUATION)
-        return super().prediction_step(model, batches[0], *args, **kwargs)  # type: ignore[misc]
+        loss, logits, labels = super().prediction_step(model, batches[0], *args, **kwargs)  # type: ignore[misc]
+        doubled = batches[0].get(DOUBLED)
+        return loss, logits if doubled is None else _noisy(logits, doubled.length), labels
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count a batch's tokens once, and not again as noise."""
@@ -111,6 +119,14 @@ class DiffusionMixin:
             super()._track_num_input_tokens(halved)  # type: ignore[misc]
         else:
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+
+
+def _noisy(outputs: Any, length: int) -> Any:
+    """Return outputs, one or several, with the tokens [B, 2L, ...] of both halves cut to the first L."""
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(_noisy(one, length) for one in outputs)
+    doubled = isinstance(outputs, Tensor) and outputs.dim() == 3 and outputs.shape[1] == 2 * length
+    return outputs[:, :length] if doubled else outputs
 
 
 def _half(value: Any, length: int) -> Any:

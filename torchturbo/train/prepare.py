@@ -31,7 +31,13 @@ from torchturbo.engine.steps import heads
 from torchturbo.engine.steps.diffusion import BLOCK, attention_obstacle
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.logging import get_logger
-from torchturbo.objectives.diffusion.models import SHIFTED, is_diffusion_model, rounded_up, token_problems
+from torchturbo.objectives.diffusion.models import (
+    SHIFTED,
+    is_diffusion_model,
+    longer_than_samples,
+    rounded_up,
+    token_problems,
+)
 from torchturbo.parallel.agree import together
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.parallel.mesh import is_sharded
@@ -83,6 +89,8 @@ class Job:
     facts: dict[str, Any] = field(default_factory=dict)
     plugins: list[Plugin] = field(default_factory=list)
     weights: WeightSource | None = None
+    is_diffusion: bool = False
+    """Whether the model is a diffusion model, which is trained by block diffusion."""
     positions: int | None = None
     """Longest sequence that the model's table of positions has room for; None for computed positions."""
 
@@ -100,14 +108,14 @@ class Job:
         return self.resume is not None and saved_step(self.resume) >= self.steps
 
     @property
-    def is_diffusion(self) -> bool:
-        """Return whether the model is a diffusion model, which is trained by block diffusion."""
-        return is_diffusion_model(self.model_config)
-
-    @property
     def grain(self) -> int:
         """Return of how many tokens sequences are made: the block of a diffusion model, 1 for others."""
         return self.config.diffusion.bd_block_size if self.is_diffusion else 1
+
+    def look_at(self, model: Any) -> None:
+        """Note what a model on the meta device tells of its sequences; None could not be made there."""
+        self.is_diffusion = is_diffusion_model(self.model_config if model is None else model)
+        self.positions = None if model is None else learned_positions(model)
 
     @property
     def is_sharded(self) -> bool:
@@ -138,7 +146,7 @@ def prepare(command: Command) -> Job:
         job.model_config = load_config(job.model_arguments)
         job.tokenizer = load_tokenizer(job.model_arguments)
         _check_model(job)
-        _round_up(job)
+        round_up(job)
     with together("reading the dataset"):
         encode(job, rows, eval_rows)
     if "logging_steps" not in parsed.training:
@@ -223,10 +231,10 @@ def _check_model(job: Job) -> None:
     context = Context(job.runtime, training.world_size, training.process_index, hooks=Hooks(run, job.plugins))
     context.weights = local_source(job.model_arguments, job.model_config) if job.config.mtp.enabled else None
     model = empty_model(job.model_arguments, job.model_config)
+    job.look_at(model)
     problems = model_problems(model, training, Engine(job.config, context))
     if problems := problems + diffusion_problems(job):
         raise ConfigError(problems)
-    job.positions = None if model is None else learned_positions(model)
 
 
 def check_heads(job: Job) -> None:
@@ -263,7 +271,7 @@ def diffusion_problems(job: Job) -> list[Problem]:
     return problems
 
 
-def _round_up(job: Job) -> None:
+def round_up(job: Job) -> None:
     """Let the longest sequence of a diffusion model end with a block."""
     if not job.is_diffusion:
         return
@@ -272,6 +280,9 @@ def _round_up(job: Job) -> None:
     if job.data.cutoff_len != said:
         text = "--cutoff_len %d is rounded up to %d: whole blocks of %d tokens (%s)"
         log.info_rank0(text, said, job.data.cutoff_len, block, BLOCK)
+    if block > said:
+        place = job.config.origin(BLOCK).place
+        log.warning_rank0("%s", Problem(place, BLOCK, *longer_than_samples(block, said, "--cutoff_len")))
 
 
 def encode(job: Job, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:

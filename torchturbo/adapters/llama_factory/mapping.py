@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchturbo.adapters import hf_arguments
 from torchturbo.errors import Problem
 from torchturbo.logging import get_logger
-from torchturbo.objectives.diffusion.models import SHIFTED, rounded_up, token_problems
+from torchturbo.objectives.diffusion.models import SHIFTED, longer_than_samples, rounded_up, token_problems
 
 if TYPE_CHECKING:
     from torchturbo.adapters.llama_factory.said import Said
@@ -87,6 +87,7 @@ def frozen_parts(config: Any) -> dict[str, bool]:
     }
 
 
+BLOCK = "diffusion.bd_block_size"
 FLASH = ("fa2", "fa3")
 """What LLaMA-Factory calls FlashAttention in ``flash_attn``."""
 
@@ -104,6 +105,9 @@ def round_up_cutoff(data: Any, config: EngineConfig, said: Mapping[str, Said]) -
         text = "cutoff_len %d (%s) is rounded up to %d: whole blocks of %d tokens (diffusion.bd_block_size)"
         where = "LLaMA-Factory's default" if one is None else one.place
         log.info_rank0(text, told, where, rounded_up(told, block), block)
+    if block > told:
+        place = config.origin(BLOCK).place
+        log.warning_rank0("%s", Problem(place, BLOCK, *longer_than_samples(block, told, "cutoff_len")))
 
 
 def diffusion_problems(
@@ -119,4 +123,37 @@ def diffusion_problems(
     if str(getattr(model_args, "flash_attn", "")).rpartition(".")[2].lower() in FLASH:
         message = "FlashAttention can't express the mask of block diffusion"
         problems.append(Problem(placed("--flash_attn", said), "", message, "use sdpa, or disabled for eager"))
+    problems += accuracy_problems(said)
     return problems + [Problem(said[name].place, "", SHIFTED, "turn it off") for name in outside]
+
+
+ACCURACY = "compute_accuracy"
+
+
+def accuracy_problems(said: Mapping[str, Said]) -> list[Problem]:
+    """Return a problem where LLaMA-Factory would compare each prediction of a diffusion model with the next label."""
+    if not switch(said, ACCURACY):
+        return []
+    message = "it compares predictions with the next token, and a diffusion model's are of the token itself"
+    return [Problem(said[ACCURACY].place, "", message, "turn it off: eval_loss tells how good the model is")]
+
+
+def in_whole_blocks(knapsack: Callable[..., list[list[int]]], block: Callable[[], int]) -> Callable[..., Any]:
+    """Return LLaMA-Factory's choice of the samples of a packed row, for samples that each take whole blocks.
+
+    It is given lengths and answers with lengths, by which the samples are found again. ``block`` is asked when it is
+    called, since the model is known by then; 1 is LLaMA-Factory's own choice.
+    """
+
+    def choose(lengths: list[int], capacity: int) -> list[list[int]]:
+        grain = block()
+        if grain == 1:
+            return knapsack(lengths, capacity)
+        samples: dict[int, list[int]] = {}
+        for length in lengths:
+            samples.setdefault(rounded_up(length, grain), []).append(length)
+        # One token of a row is held back from the capacity.
+        rows = knapsack([rounded_up(length, grain) for length in lengths], rounded_up(capacity, grain))
+        return [[samples[rounded].pop() for rounded in row] for row in rows]
+
+    return choose

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +16,13 @@ from torchturbo.adapters import base
 from torchturbo.adapters.hf_arguments import clashes
 from torchturbo.adapters.llama_factory.command import Command
 from torchturbo.adapters.llama_factory.known import problems_with
-from torchturbo.adapters.llama_factory.mapping import diffusion_problems, frozen_parts, placed, round_up_cutoff
+from torchturbo.adapters.llama_factory.mapping import (
+    diffusion_problems,
+    frozen_parts,
+    in_whole_blocks,
+    placed,
+    round_up_cutoff,
+)
 from torchturbo.adapters.llama_factory.package import TRAINERS, Package, import_package
 from torchturbo.adapters.llama_factory.refusals import outside_losses, term_clashes
 from torchturbo.adapters.llama_factory.trainer import FRAMEWORK, Launch, engine_trainer, quantised
@@ -28,7 +35,7 @@ from torchturbo.engine.hooks import Hooks
 from torchturbo.engine.steps.determinism import restored_determinism
 from torchturbo.errors import ConfigError, Problem, fail
 from torchturbo.generated.keys import KEYS
-from torchturbo.objectives.diffusion.models import is_diffusion_model
+from torchturbo.objectives.diffusion.models import ATTRIBUTE, is_diffusion_model
 from torchturbo.parallel.agree import from_first, together
 from torchturbo.plugins.contract import Run
 from torchturbo.plugins.load import load_plugins
@@ -44,6 +51,8 @@ ADAPTERS = ("lora", "oft")
 """Kinds of ``finetuning_type`` that train adapters."""
 BEFORE_THE_MODEL = ("load_tokenizer", "get_template_and_fix_tokenizer", "get_dataset")
 """What a workflow calls before it loads the model, with what the user named."""
+PACKING, KNAPSACK = "llamafactory.data.processor.supervised", "greedy_knapsack"
+"""Where LLaMA-Factory chooses the samples of a packed row; a version without it packs by lengths that are not rounded."""
 CPU_DEFAULTS = {"use_cpu": True, "dataloader_pin_memory": False}
 """What is added on a machine without an accelerator; what the user wrote wins."""
 
@@ -105,6 +114,10 @@ def engine_underneath(package: Package, launch: Launch) -> Iterator[None]:
             for step in BEFORE_THE_MODEL:
                 if callable(function := getattr(workflow, step, None)):
                     stack.enter_context(replaced(workflow, step, told(function)))
+        packing: Any = sys.modules.get(PACKING)
+        choose: Any = getattr(packing, KNAPSACK, None)
+        if callable(choose):
+            stack.enter_context(replaced(packing, KNAPSACK, in_whole_blocks(choose, lambda: launch.grain)))
         yield
 
 
@@ -154,8 +167,10 @@ def take_over(parsed: Sequence[Any], launch: Launch) -> None:
     parts = frozen_parts(config)
     for name, frozen in parts.items():
         setattr(finetuning, name, frozen)
-    if is_diffusion_model(_model_config(model)):
+    if is_diffusion_model(_known_model(model)):
+        launch.grain = config.diffusion.bd_block_size
         round_up_cutoff(data, config, launch.said)
+        data.turbo_grain = launch.grain  # of the arguments that a cache of packed rows is found by
     launch.facts |= {name: getattr(data, name, None) for name in DATA_FACTS}
     launch.facts |= {name: getattr(finetuning, name, None) for name in METHOD_FACTS}
     newest = _newest_whole(training, launch)  # by itself: a rank that stops before it would leave the others there
@@ -225,7 +240,7 @@ def _check_model(model_args: Any, tokenizer: Any, launch: Launch) -> None:
     if is_diffusion_model(model):
         wrong = diffusion_problems(model_args, model.config, tokenizer, launch.said, outside_losses(launch.said))
     if (problem := quantised(model)) is not None:
-        raise ConfigError([problem])
+        wrong.append(problem)
     runtime, started = current_runtime(), dist.is_initialized()
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
     run = Run(launch.config, runtime, world_size, rank, Path(), FRAMEWORK)
@@ -257,6 +272,15 @@ def _model_config(model_args: Any) -> Any:
         return AutoConfig.from_pretrained(model_args.model_name_or_path, **options, **hub)
     except Exception:  # the Hub's, and those of the checks that each configuration has of its own
         return None
+
+
+def _known_model(model_args: Any) -> Any:
+    """Return the model's configuration; where it leaves open what the class may say, the model on the meta device."""
+    config = _model_config(model_args)
+    if isinstance(getattr(config, ATTRIBUTE, None), bool) or is_diffusion_model(config):
+        return config
+    model = _empty_model(model_args)
+    return config if model is None else model
 
 
 def _empty_model(model_args: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchturbo.adapters import base
 from torchturbo.adapters.hf_trainer import TurboMixin
+from torchturbo.adapters.llama_factory.mapping import accuracy_problems
 from torchturbo.checkpoint.record import write_record
 from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import Problem, fail
@@ -33,6 +34,8 @@ class Launch:
     """What a resumed run must share with this one beyond its training arguments."""
     hooks: Hooks = field(default_factory=Hooks)
     """The hooks of the trainer, once it is made."""
+    grain: int = 1
+    """Of how many tokens sequences are made: the block of a diffusion model, once its model is known."""
 
 
 class LlamaFactoryMixin(TurboMixin):
@@ -55,6 +58,11 @@ class LlamaFactoryMixin(TurboMixin):
         if said is not None:
             base.report_accumulation(self.turbo.config, self.turbo_plan, said.value, said.place)
         base.announce(self.turbo.config, self.turbo_plan)
+
+    def _other_losses(self) -> list[Problem]:
+        """Return a problem for its accuracy too, in a run that evaluates alone and whose model was not looked at before."""
+        found = accuracy_problems(self.launch.said)
+        return [*super()._other_losses(), *found]
 
     def _settle_loss_owner(self) -> None:
         """Leave the scaling to the normaliser where there is one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torchturbo.engine.steps.losses import computes_causal_cross_entropy
 from torchturbo.errors import Problem, fail
 from torchturbo.logging import get_logger
 from torchturbo.objectives.diffusion.mask import KINDS
-from torchturbo.objectives.diffusion.models import ATTRIBUTE, is_diffusion_model
+from torchturbo.objectives.diffusion.models import ATTRIBUTE, attribute_problem, is_diffusion_model, place_of
 from torchturbo.objectives.diffusion.objective import BlockDiffusion, attention_of
 
 if TYPE_CHECKING:
@@ -31,23 +31,34 @@ CAP, LOW, HIGH, BLOCK = KEYS_READ = (
 )
 WHOLE = ("full_attention",)
 """Kinds of layers, as configurations call them, that see whatever their mask lets through."""
-INSTALLED: WeakKeyDictionary[nn.Module, BlockDiffusion] = WeakKeyDictionary()
+INSTALLED: WeakKeyDictionary[nn.Module, ref[BlockDiffusion]] = WeakKeyDictionary()
 """Block diffusion of each Transformers model that is trained by it."""
 log = get_logger(__name__)
 
 
+def installed(base: nn.Module) -> BlockDiffusion | None:
+    """Return the block diffusion that a Transformers model is trained by; None where it is not."""
+    known = INSTALLED.get(base)
+    return None if known is None else known()
+
+
 def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Problem]:
     """Return everything that keeps a diffusion model from being trained by block diffusion."""
+    base: Any = base_model(model)
+    settings = getattr(base, "config", None)
+    place = place_of(settings)
+    if (wrong := attribute_problem(settings)) is not None:
+        return [Problem(place, "", *wrong)]
     if not is_diffusion_model(model):
         return []
-    found = [*_kind(model, base_model(model), config), *_clashes(model, config)]
-    return [Problem(config.origin(key).place if key else "", key, message, remedy) for key, message, remedy in found]
+    found = [*_kind(model, base, config), *_clashes(model, config)]
+    return [Problem(config.origin(key).place if key else place, key, message, remedy) for key, message, remedy in found]
 
 
 def _kind(model: nn.Module, base: Any, config: EngineConfig) -> Iterator[tuple[str, str, str]]:
     """Yield what of a model has no place in a doubled sequence: the key, the message and the remedy."""
     name, settings = type(base).__name__, base.config
-    whole = f"or set {ATTRIBUTE} to false to train it on the next token"
+    whole = f"set {ATTRIBUTE} to false to train it on the next token"
     if (found := attention_obstacle(attention_of(base))) is not None:
         yield "", f"{name}: {found[0]}", found[1]
     if settings.get_text_config() is not settings:
@@ -84,15 +95,15 @@ def attention_obstacle(kind: str) -> tuple[str, str] | None:
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Let a diffusion model take doubled batches, and add CAP to its loss; say which keys another model leaves unread."""
     settings = config.diffusion
+    if problems := check(model, config, context):
+        fail(problems)
     if not is_diffusion_model(model):
         _warn_of_idle_keys(model, config)
         return
-    if problems := check(model, config, context):
-        fail(problems)
     base = base_model(model)
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
     diffusion = BlockDiffusion(model, base, dtype, shared=context.plan.sp_size > 1)
-    INSTALLED[base] = diffusion
+    INSTALLED[base] = ref(diffusion)  # the hooks in the model hold it
     if settings.cap_lambda and context.normaliser is not None:
         diffusion.add_cap(context.normaliser, settings.cap_lambda)
     log.info_rank0(
@@ -102,11 +113,15 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         settings.bd_mask_high,
         settings.cap_lambda,
     )
+    if not settings.bd_mask_high:
+        message = "0 hides no token, so that nothing is learned and the loss is 0"
+        log.warning_rank0("%s", Problem(config.origin(HIGH).place, HIGH, message, "set it above 0"))
 
 
 def undo(model: nn.Module) -> None:
     """Take it out again."""
-    diffusion = INSTALLED.pop(base_model(model), None)
+    diffusion = installed(base_model(model))
+    INSTALLED.pop(base_model(model), None)
     if diffusion is not None:
         diffusion.remove()
 

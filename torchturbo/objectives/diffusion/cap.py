@@ -44,6 +44,10 @@ class Cap:
         self.base = base
         self.found: tuple[Tensor, Tensor] | None = None
 
+    def forget(self) -> None:
+        """Let go of what was found, and of its graph with it."""
+        self.found = None
+
     def look(self, logits: Tensor, target: Tensor) -> None:
         """Take the sum and the count of logits [B, T, V] and unshifted targets [B, T], before the loss changes them."""
         logits = logits.reshape(-1, logits.shape[-1])

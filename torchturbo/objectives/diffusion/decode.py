@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchturbo.engine.backends.fsdp2.shard import reshard
 from torchturbo.engine.model import base_model
 from torchturbo.objectives.diffusion.mask import KINDS, attention_mask, prefix_rule
-from torchturbo.objectives.diffusion.models import mask_token, rounded_up
+from torchturbo.objectives.diffusion.models import fill_token, mask_token, rounded_up
 from torchturbo.objectives.diffusion.objective import attention_of
+from torchturbo.parallel.ulysses import NAME as SHARING
 
 
 @torch.no_grad()
@@ -33,6 +35,9 @@ def decode(
     eos_token_id: int | Sequence[int] | None = None,
 ) -> list[int]:
     """Return the tokens with which a diffusion model answers a prompt, without what ends the answer.
+
+    Under FSDP2 and expert parallelism every forward is a collective, and how many there are follows from what is
+    written: all ranks decode the same prompt with the same settings. Under sequence parallelism nothing is decoded.
 
     Parameters
     ----------
@@ -51,21 +56,25 @@ def decode(
     mask_token_id
         The token that stands for a hidden one; None asks the model's configuration.
     eos_token_id
-        What ends an answer; None asks the model's configuration.
+        What ends an answer; None asks the model's generation configuration, then its configuration, and takes the
+        token that filled up its samples where neither names one.
 
     Raises
     ------
     ValueError
-        There is no mask token, a number is below 1, or the model's attention can't express the mask.
+        There is no mask token, a number is below 1, the model's attention can't express the mask, or ranks share its
+        sequences.
 
     """
     base: Any = base_model(model)
     hidden = mask_token(base.config) if mask_token_id is None else mask_token_id
-    ends = _ends(base.config if eos_token_id is None else eos_token_id)
+    ends = _ends(base, eos_token_id)
     if hidden is None or min(block_size, max_new_tokens, 1 if steps is None else steps) < 1:
         told = f"{hidden}, {block_size}, {max_new_tokens} and {steps}"
         raise ValueError(f"expected a mask token, and block_size, max_new_tokens and steps of at least 1; got {told}")
-    if (kind := attention_of(base)) not in KINDS:
+    if (kind := attention_of(base)) == SHARING:
+        raise ValueError("ranks share this model's sequences (sp_size); release the engine before decoding")
+    if kind not in KINDS:
         raise ValueError(f"{kind} attention can't express the mask of block diffusion; use one of {', '.join(KINDS)}")
     given = torch.as_tensor(prompt, dtype=torch.int64, device=base.get_input_embeddings().weight.device).flatten()
     start, length = len(given), rounded_up(len(given) + max_new_tokens, block_size)
@@ -76,6 +85,7 @@ def decode(
         end = _fill(model, text, start, block_size, steps, threshold, hidden, ends)
     finally:
         model.train(was_training)
+        reshard(model)
     answer = text[start : min(end, start + max_new_tokens)].tolist()
     stop = next((at for at, token in enumerate(answer) if token in ends), len(answer))
     return answer[:stop]
@@ -141,7 +151,9 @@ def _logits(model: nn.Module, text: Tensor, block_size: int) -> Tensor:
     return logits
 
 
-def _ends(given: Any) -> set[int]:
-    """Return the tokens that end an answer: numbers, or those of a configuration."""
-    value = getattr(given, "eos_token_id", None) if hasattr(given, "to_dict") else given
-    return set() if value is None else {value} if isinstance(value, int) else set(value)
+def _ends(base: Any, given: int | Sequence[int] | None) -> set[int]:
+    """Return the tokens that end an answer: those that were given, or the first that the model names."""
+    owners = (getattr(base, "generation_config", None), base.config)
+    values = (given, *(getattr(owner, "eos_token_id", None) for owner in owners), fill_token(base.config))
+    value = next((one for one in values if one is not None), ())
+    return {value} if isinstance(value, int) else set(value)

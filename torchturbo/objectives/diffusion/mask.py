@@ -90,7 +90,7 @@ def attention_mask(kind: str, rule: Rule, rows: int, length: int, dtype: torch.d
         from torch.nn.attention.flex_attention import create_block_mask
 
         # Compiled it is never dense, not even in bool; on a CPU compiling takes longer than all else.
-        compiled = device.type == "cuda"
+        compiled = device.type != "cpu"
         return create_block_mask(rule, rows, None, length, length, device=str(device), _compile=compiled)
     at = torch.arange(length, device=device)
     row = torch.arange(rows, device=device)[:, None, None, None]

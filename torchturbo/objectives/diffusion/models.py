@@ -1,7 +1,8 @@
 """Which models are diffusion models, and the two tokens that their training needs: the mask and the filler.
 
-A model is one if its configuration or its class says so by an attribute ``is_diffusion_model``, if its ``model_type``
-stands in the table below, or if a plugin has put it there by :func:`register`. Nothing here imports torch.
+What its configuration says by an attribute ``is_diffusion_model`` holds, then what its class says by the same name, and
+then whether its ``model_type`` stands in the table below, or a plugin has put it there by :func:`register`. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -49,15 +50,27 @@ def register(model: DiffusionModel) -> DiffusionModel:
 
 
 def is_diffusion_model(model: Any) -> bool:
-    """Return whether a model, a PEFT model or a configuration is a diffusion model's; what it says itself wins."""
+    """Return whether a model, a PEFT model or a configuration is a diffusion model's.
+
+    Its configuration's word wins over its class's, and that over its type. A configuration alone does not know of the
+    class: ask the model, on the meta device, where there is one.
+    """
     unwrap = getattr(model, "get_base_model", None)
     base = model if unwrap is None else unwrap()
     config = getattr(base, "config", base)
-    for owner in (base, config):
+    for owner in (config, base):
         said = getattr(owner, ATTRIBUTE, None)
         if isinstance(said, bool):
             return said
     return getattr(config, "model_type", None) in MODELS
+
+
+def attribute_problem(config: Any) -> tuple[str, str] | None:
+    """Return the message and the remedy where a configuration says neither true nor false; None where it is well."""
+    said = getattr(config, ATTRIBUTE, None)
+    if said is None or isinstance(said, bool):
+        return None
+    return f"{ATTRIBUTE} is {said!r} in its config.json, expected true or false", "write true or false, without quotes"
 
 
 def mask_token(config: Any, tokenizer: Any = None) -> int | None:
@@ -83,6 +96,9 @@ def token_problems(config: Any, tokenizer: Any = None) -> list[tuple[str, str]]:
         problems.append((message, f"add {MASK} to its config.json"))
     elif isinstance(size, int) and not 0 <= found < size:
         problems.append((f"the mask token {found} is none of the model's {size} tokens", f"mend {MASK}"))
+    elif found == fill_token(config, tokenizer):
+        message = f"the mask token {found} is the token that fills up a sample's last block too, and is never written"
+        problems.append((message, f"give {MASK} a token of its own, in its config.json"))
     if fill_token(config, tokenizer) is None:
         message = f"nothing to fill a sample's last block up with: no {' and no '.join(FILL)}"
         problems.append((message, f"add {FILL[0]} to its config.json"))
@@ -92,6 +108,17 @@ def token_problems(config: Any, tokenizer: Any = None) -> list[tuple[str, str]]:
 def rounded_up(length: int, block_size: int) -> int:
     """Return the shortest length, in tokens, of whole blocks that holds ``length``."""
     return -(-length // block_size) * block_size
+
+
+def longer_than_samples(block_size: int, cutoff: int, name: str) -> tuple[str, str]:
+    """Return the message and the remedy for blocks, in tokens, that are longer than samples may be by an argument."""
+    message = f"blocks of {block_size} tokens are longer than the longest sample ({name} {cutoff})"
+    return f"{message}: each is filled up to a block", f"lower it, or raise {name}"
+
+
+def place_of(config: Any) -> str:
+    """Return where a model was found, as the place of what is wrong with it; empty for one that was made by itself."""
+    return str(getattr(config, "name_or_path", "") or "")
 
 
 def _inner(tokenizer: Any) -> Any:

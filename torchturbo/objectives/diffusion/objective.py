@@ -48,19 +48,32 @@ class BlockDiffusion:
         """Which tokens of the doubled batch under way are no padding [B, 2L]."""
         self.probed = False
         """Whether it is known that the model keeps to the masks it is given."""
+        self.every_row = False
+        """Whether the model wants a mask for each row, also where all rows have the same."""
+        self._cap: Cap | None = None
         self._selects = "logits_to_keep" in inspect.signature(base.forward).parameters
         before: Any = _Before(self)
         self._handles: list[Handle] = []
         self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        # After the normaliser's hook, in which terms read what is forgotten here; also where a forward fails.
+        self._handles.append(model.register_forward_hook(_After(self), always_call=True))
 
     def add_cap(self, normaliser: Normaliser, coefficient: float) -> None:
         """Add CAP's term to the losses of the model."""
         cap, loss = Cap(self.base), getattr(self.base, "loss_function", None)
+        self._cap = cap
         self._handles.append(Attribute(loss, "wrapped", Looking(cap, loss.wrapped)))  # type: ignore[union-attr]
         normaliser.terms.append(Term(METRIC, cap.value, coefficient=coefficient, pooled=True))
 
+    def forget(self) -> None:
+        """Let go of what belongs to one forward, and of its graph."""
+        self.real = None
+        if self._cap is not None:
+            self._cap.forget()
+
     def remove(self) -> None:
         """Take it out of the model."""
+        self.forget()
         remove_all(self._handles)
         self._handles = []
 
@@ -86,7 +99,9 @@ class BlockDiffusion:
         length = torch.tensor(doubled.length, device=device) if kind == "flex_attention" else doubled.length
         rule = doubled_rule(None if doubled.whole else documents, length, doubled.block_size)
         rows = 1 if doubled.whole else len(documents)
-        return attention_mask(kind, rule, rows, 2 * doubled.length, self.dtype, device)
+        mask = attention_mask(kind, rule, rows, 2 * doubled.length, self.dtype, device)
+        # A view: no row of it takes memory.
+        return mask.expand(len(documents), -1, -1, -1) if self.every_row and isinstance(mask, Tensor) else mask
 
     def _chunked(self, module: nn.Module) -> bool:
         training = module.training and torch.is_grad_enabled()
@@ -110,10 +125,24 @@ class _Before:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.diffusion is None:
             return None
+        self.diffusion.forget()
         if DOUBLED not in kwargs:
-            self.diffusion.real = None
             return None
         return args, self.diffusion.arguments(module, kwargs)
 
     def __reduce__(self) -> Any:
         return _Before, ()
+
+
+class _After:
+    """The hook after a model's forward, which forgets it; in a copy or a pickle of the model it does nothing."""
+
+    def __init__(self, diffusion: BlockDiffusion | None = None) -> None:
+        self.diffusion = diffusion
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.diffusion is not None:
+            self.diffusion.forget()
+
+    def __reduce__(self) -> Any:
+        return _After, ()
