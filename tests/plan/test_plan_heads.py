@@ -123,6 +123,24 @@ def test_a_micro_batch_holds_about_what_was_estimated(name: str) -> None:
     assert estimate.bytes == pytest.approx(found, rel=0.1)
 
 
+def test_what_a_draft_takes_is_not_counted_and_said(tmp_path: Path, plan: Callable[..., Any]) -> None:
+    """Neither its blocks nor a verdict that rests on them."""
+    make("a draft").save_pretrained(tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    line = ["--world_size", 2, "--model", tmp_path / "model", "--memory", "80GiB"]
+    for words, said in (
+        ([], False),
+        (["--tt_enable_mtp"], True),
+        (["--tt_enable_mtp", "--tt_enable_dspark", "false"], False),
+    ):
+        text = plan(*line, *words).out
+        assert said == ("not counted: the blocks of the DSpark draft" in " ".join(text.split())), text
+        memory = plan(*line, *words, "--format", "json").json["memory"]
+        assert (None if said else True) == memory["fits"]
+        assert said == (memory["not_estimated"] == "the blocks of the DSpark draft")
+
+
 def test_the_command_counts_heads(tmp_path: Path, plan: Callable[..., Any]) -> None:
     """With and without them, of the same folder."""
     model = make("two depths")

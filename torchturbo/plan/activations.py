@@ -4,9 +4,9 @@ Tensors are fake (``torch._subclasses.FakeTensorMode``): they have shapes, forma
 tracker of ``memory_snapshot_steps`` (:mod:`torchturbo.observe.tracker`) notes when each storage comes and goes, and
 the peak of all that is neither parameter nor gradient is the estimate. Recomputation, the loss and its logits, chunked
 or not, and the temporaries of backward are in it, since they run. Layers that are alike run once and count as often as
-there are. Depths of multi-token prediction run with it. Not in it: a draft's blocks, what block diffusion adds to a
-sequence, what a device's kernels allocate for themselves, the exchange buffers of sequence and expert
-parallelism, the allocator's gaps.
+there are. Depths of multi-token prediction run with it, and a diffusion model's sequences are doubled. Not in it: a
+mask, a draft's blocks (a plan says so), what a device's kernels allocate for themselves, the exchange buffers of
+sequence and expert parallelism, the allocator's gaps.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchturbo.engine.model import base_model, set_cache
 from torchturbo.engine.steps import activation_checkpointing
 from torchturbo.generated.keys import KEYS
 from torchturbo.objectives import chunked
+from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.objectives.gradient_in_forward import gradient_in_forward_sum
 from torchturbo.objectives.heads import extra_heads
 from torchturbo.objectives.mtp.objective import MultiTokenPrediction
@@ -36,6 +37,7 @@ from torchturbo.objectives.mtp.serial import SerialHeads
 from torchturbo.objectives.normalise import Normaliser
 from torchturbo.observe.objectives import trains
 from torchturbo.observe.tracker import TensorTracker
+from torchturbo.plan.diffusion import DoubledBatch, doubled, mask_dtype
 
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
@@ -59,10 +61,14 @@ class Estimate(NamedTuple):
 def estimate(model: nn.Module, config: EngineConfig, context: Context, micro_batch: int, length: int) -> Estimate:
     """Return the activations of ``micro_batch`` sequences of ``length`` tokens on one rank.
 
+    Those of a diffusion model are rounded up to whole blocks, and doubled.
     The model is on the meta device, its parameters frozen and in their format as for training. It is used up.
     """
+    ranks = context.plan.sp_size
+    if is_diffusion_model(model):
+        length = doubled(length, config, ranks)
     try:
-        return Estimate(_measured(model, config, context, micro_batch, -(-length // context.plan.sp_size)))
+        return Estimate(_measured(model, config, context, micro_batch, -(-length // ranks)))
     except Exception as error:  # whatever a model's own code does with tensors that hold no data
         return Estimate(None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
 
@@ -76,6 +82,7 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
     if config.loss_chunk.enabled:
         size = config.loss_chunk.chunk_size
         chunked.install(base, KEYS[CHUNK_SIZE].default if size is None else size)
+    dtype = mask_dtype(base, config)
     if getattr(base.config, "_attn_implementation", None) != "eager":
         AttentionInterface.register(ATTENTION, _attend)  # Transformers makes no mask for a name it does not know
         base.config._attn_implementation = ATTENTION
@@ -85,10 +92,13 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
         probes = _thin_out(model, tracker)
         rows = torch.zeros(micro_batch, length, dtype=torch.long)
         autocast = computes_in_bf16 and not context.sharded
-        depths = _Depths(model, base, config)
+        batch: Any = _Depths(model, base, config, rows)
+        if is_diffusion_model(model):
+            batch = DoubledBatch(base, config, micro_batch, length, context.plan.sp_size, dtype)
+            tracker._settle([batch.given["attention_mask"]], "parameters")  # a plan counts it apart
         with tracker:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                loss: Any = _loss(base, rows, depths) if config.loss_chunk.enabled else depths.added_to(model, rows)
+                loss: Any = _loss(base, batch) if config.loss_chunk.enabled else batch.loss(model)
             if loss.requires_grad:  # else nothing of the model is trained, and a draft beside it is all that is
                 loss.backward()
             del loss
@@ -96,23 +106,25 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
     return _peak(tracker, probes)
 
 
-def _loss(base: Any, rows: Tensor, depths: _Depths) -> Tensor:
-    """Return the chunked loss of rows [B, S]: fake tensors can't wait as the logits of a real run do."""
+def _loss(base: Any, batch: _Depths | DoubledBatch) -> Tensor:
+    """Return the chunked loss of a micro-batch: fake tensors can't wait as the logits of a real run do."""
     head: Any = chunked.head_of(base)
-    depths.begin(rows)
-    hidden, target = base.base_model(input_ids=rows)[0].flatten(0, 1), rows.flatten()
+    hidden, target = batch.states()
     chunking = head.turbo_chunking
     if not chunking.recomputed:  # asked when the head's weight was a plain one, as a real one is
         loss = gradient_in_forward_sum(hidden, head.weight, head.bias, target, None, (), chunking.size)
     else:
         loss = head.loss(hidden, target)
-    return loss + sum(depths.losses(rows))
+    if isinstance(batch, DoubledBatch):
+        return loss + batch.cap(hidden, chunking.size)
+    return loss + sum(batch.losses())
 
 
 class _Depths:
-    """The losses of a model's heads for multi-token prediction; of a model without, none."""
+    """Rows [B, S], and the losses of a model's heads for multi-token prediction; of a model without, none."""
 
-    def __init__(self, model: nn.Module, base: Any, config: EngineConfig) -> None:
+    def __init__(self, model: nn.Module, base: Any, config: EngineConfig, rows: Tensor) -> None:
+        self.base, self.rows = base, rows
         heads = extra_heads(base)
         self.weight = 1.0 if heads is not None and trains(heads, config) else 0.0
         self.objective: Any = None
@@ -123,31 +135,32 @@ class _Depths:
             self.normaliser.terms = self.objective.terms(self.weight)
             self.normaliser._weights = {term.name: torch.ones(()) for term in self.normaliser.terms}
 
-    def begin(self, rows: Tensor) -> None:
-        """Watch a forward of the model's decoder alone."""
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Return what a watched forward of the decoder alone gives, [N, H], and the targets [N]."""
         if self.objective is not None:
-            self.objective.taps.batch = {"input_ids": rows, "labels": rows}
+            self.objective.taps.batch = {"input_ids": self.rows, "labels": self.rows}
+        return self.base.base_model(input_ids=self.rows)[0].flatten(0, 1), self.rows.flatten()
 
-    def losses(self, rows: Tensor) -> Iterator[Tensor]:
+    def losses(self) -> Iterator[Tensor]:
         """Yield the loss of each depth after such a forward."""
         for term in self.normaliser.terms:
             with torch.set_grad_enabled(self.weight != 0):
-                value = term.value(None, {"input_ids": rows, "labels": rows})
+                value = term.value(None, {"input_ids": self.rows, "labels": self.rows})
             if value is not None and self.weight:
                 yield value
         if self.objective is not None:
             self.objective.taps.close()
 
-    def added_to(self, model: Any, rows: Tensor) -> Tensor:
+    def loss(self, model: Any) -> Tensor:
         """Return the loss of a model's own forward, with those of its depths."""
         with self.normaliser.applied() if self.objective is not None else nullcontext():
-            loss: Tensor = model(input_ids=rows, labels=rows).loss
+            loss: Tensor = model(input_ids=self.rows, labels=self.rows).loss
         return loss
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """Attend by torch's fused attention without a mask, as whole rows do on every device."""
-    return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+    """Attend by torch's fused attention; without a mask, as whole rows do on every device, unless the model was given one."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 class _Tracker(TensorTracker):  # type: ignore[no-untyped-call]

@@ -11,10 +11,13 @@ from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.engine.model import base_model
 from torchturbo.engine.steps import freeze, heads, precision
 from torchturbo.engine.steps.prefetch import AUTO, chosen, listed_layers
+from torchturbo.objectives.diffusion.models import is_diffusion_model
+from torchturbo.objectives.dspark import backbone
 from torchturbo.objectives.heads import extra_heads, is_of_heads
 from torchturbo.observe.objectives import trains
 from torchturbo.plan import advice
 from torchturbo.plan.activations import estimate
+from torchturbo.plan.diffusion import doubled, mask_dtype
 from torchturbo.plan.facts import Facts, facts_of
 from torchturbo.plan.memory import Range, Rule, Weight, gradient_bytes, optimizer_bytes, parameter_bytes
 from torchturbo.plan.optimizer import Optimizer, optimizer_of
@@ -39,14 +42,16 @@ class MicroBatch(NamedTuple):
 
     rows: int
     length: int
-    """Tokens of its longest row."""
-    ragged: bool
-    """Whether rows can differ in length, or several lie in one."""
+    """Tokens of its longest row; of a diffusion model, of both halves."""
+    pair: int
+    """Bytes that its attention mask takes for each pair of tokens; 0 where there is none."""
+    words: str
+    """What needs the mask."""
 
     @property
     def mask(self) -> int:
-        """Return the bytes of its attention mask, one for each pair of tokens; without one rows attend causally."""
-        return self.rows * self.length**2 if self.ragged else 0
+        """Return the bytes of its attention mask; without one rows attend causally."""
+        return self.rows * self.length**2 * self.pair
 
 
 def examine_model(
@@ -63,11 +68,22 @@ def examine_model(
         plan.order = order_of(model, config, context)
     optim = str(getattr(training.optim, "value", training.optim))
     optimizer = optimizer_of(facts.weights, optim, config.optimizer.name, facts.matrices, training.optim_args)
-    rows = training.per_device_train_batch_size
-    batch = MicroBatch(rows, data.cutoff_len, rows > 1 or data.packing)
+    batch = _micro_batch(model, config, context, training.per_device_train_batch_size, data)
+    plan.doubled = batch.length if is_diffusion_model(model) else None
     passing_through = _passing(facts, config, plan.order) if context.sharded else Passing(0, 0)
-    plan.memory = _memory(model, facts, optimizer, engine, batch, passing_through)
+    plan.memory = _memory(model, facts, optimizer, engine, (batch, data.cutoff_len), passing_through)
     plan.warnings += advice.of(plan, facts.weights, config)
+
+
+def _micro_batch(
+    model: nn.Module, config: EngineConfig, context: Context, rows: int, data: DataArguments
+) -> MicroBatch:
+    if is_diffusion_model(model):
+        dtype = mask_dtype(base_model(model), config)
+        length = doubled(data.cutoff_len, config, context.plan.sp_size)
+        return MicroBatch(rows, length, 0 if dtype is None else dtype.itemsize, "of block diffusion, over both halves")
+    ragged = rows > 1 or data.packing  # rows can differ in length, or several lie in one
+    return MicroBatch(rows, data.cutoff_len, int(ragged), "of rows that are padded or packed")
 
 
 def settled_facts(model: nn.Module, config: EngineConfig, context: Context) -> Facts:
@@ -106,14 +122,16 @@ def _passing(facts: Facts, config: EngineConfig, order: Order | None) -> Passing
 
 
 def _memory(
-    model: nn.Module, facts: Facts, optimizer: Optimizer, engine: Engine, batch: MicroBatch, held: Passing
+    model: nn.Module, facts: Facts, optimizer: Optimizer, engine: Engine, run: tuple[MicroBatch, int], held: Passing
 ) -> Memory:
     config, context, weights = engine.config, engine.context, facts.weights
     state = None
     if (rules := optimizer.rules) is not None:
         state = Range.of(lambda rank: optimizer_bytes(weights, rules, rank), context.world_size)
     host = _on_host(config, weights, optimizer, context.world_size)
-    activations = estimate(model, config, context, batch.rows, batch.length)
+    batch, length = run
+    has_draft = config.dspark.enabled and backbone.of(extra_heads(base_model(model))) is not None
+    activations = estimate(model, config, context, batch.rows, length)
     return Memory(
         parameters=parameter_bytes(weights),
         gradients=gradient_bytes(weights),
@@ -125,7 +143,9 @@ def _memory(
         reducing=held.reducing,
         activations=activations.bytes,
         mask=batch.mask,
+        mask_words=batch.words,
         reason=activations.reason,
+        left_out="the blocks of the DSpark draft" if has_draft else "",
     )
 
 

@@ -44,8 +44,12 @@ class Memory:
     activations: int | None
     """None where they could not be estimated, see :attr:`reason`."""
     mask: int
-    """The attention mask of a padded or packed micro-batch."""
+    """The attention mask of a micro-batch."""
+    mask_words: str = ""
+    """What needs it."""
     reason: str = ""
+    left_out: str = ""
+    """What the activations are counted without."""
 
     @property
     def state(self) -> int:
@@ -65,7 +69,7 @@ class Memory:
     @property
     def is_complete(self) -> bool:
         """Return whether nothing is missing from the total."""
-        return self.optimizer is not None and self.activations is not None
+        return self.optimizer is not None and self.activations is not None and not self.left_out
 
 
 class Order(NamedTuple):
@@ -89,6 +93,8 @@ class Plan:
     batch: BatchPlan | None = None
     length: int | None = None
     """Tokens of the longest sequence."""
+    doubled: int | None = None
+    """Tokens of the longest sequence of a diffusion model, noisy half and clean half."""
     steps: int | None = None
     model: Model | None = None
     memory: Memory | None = None
@@ -159,6 +165,7 @@ def _batch(plan: Plan) -> dict[str, Any] | None:
         "gbs": batch.gbs,
         "sequences_per_step": batch.sequences,
         "sequence_length": plan.length,
+        "doubled_length": plan.doubled,
         "tokens_per_step": None if plan.length is None else batch.sequences * plan.length,
         "steps": plan.steps,
     }
@@ -175,7 +182,7 @@ def _memory(plan: Plan, memory: Memory) -> dict[str, Any]:
         "reducing": memory.reducing,
         "activations": memory.activations,
         "attention_mask": memory.mask,
-        "not_estimated": memory.reason or None,
+        "not_estimated": memory.reason or memory.left_out or None,
         "total": memory.total,
         "available": plan.available,
         "fits": plan.fits,

@@ -76,7 +76,8 @@ def _batch(plan: Plan) -> str:
         ("sequences", f"{batch.sequences:,}", "in one optimizer step"),
     ]
     if plan.length is not None:
-        tokens = f"in one optimizer step, at most: {plan.length:,} in a sequence"
+        twice = f"; the model runs on {plan.doubled:,}, noisy and clean" if plan.doubled else ""
+        tokens = f"in one optimizer step, at most: {plan.length:,} in a sequence{twice}"
         rows.append(("tokens", f"{batch.sequences * plan.length:,}", tokens))
     if plan.steps is not None:
         rows.append(("steps", f"{plan.steps:,}", "of the whole run"))
@@ -121,9 +122,10 @@ def _memory_rows(memory: Memory) -> Iterable[Sequence[str]]:
     if memory.activations is None:
         yield "activations", "?", memory.reason
     else:
-        yield "activations", size(memory.activations), "estimate: one micro-batch, run without data"
+        without = f"; not counted: {memory.left_out}" if memory.left_out else ""
+        yield "activations", size(memory.activations), f"estimate: one micro-batch, run without data{without}"
     if memory.mask:
-        yield "attention mask", size(memory.mask), "of rows that are padded or packed"
+        yield "attention mask", size(memory.mask), memory.mask_words
 
 
 def _verdict(plan: Plan) -> str:

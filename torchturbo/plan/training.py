@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from torchturbo.adapters import base
@@ -13,6 +15,7 @@ from torchturbo.engine.context import Context
 from torchturbo.engine.engine import Engine
 from torchturbo.engine.hooks import Hooks
 from torchturbo.errors import ConfigError, Problem
+from torchturbo.objectives.diffusion.models import rounded_up
 from torchturbo.parallel.batch import BatchPlan
 from torchturbo.parallel.mesh import is_sharded
 from torchturbo.plan.layout import configuration, lay_out
@@ -35,7 +38,16 @@ from torchturbo.train.model import (
     weight_source,
 )
 from torchturbo.train.paths import output_problems
-from torchturbo.train.prepare import Job, argument_problems, compare, encode, model_problems, with_evaluation
+from torchturbo.train.prepare import (
+    Job,
+    argument_problems,
+    compare,
+    diffusion_problems,
+    encode,
+    model_problems,
+    round_up,
+    with_evaluation,
+)
 from torchturbo.train.rows import Row, SourceFile, read_files
 
 if TYPE_CHECKING:
@@ -131,6 +143,10 @@ def _examine_model(job: Job, rows: list[list[Row]], plan: Plan) -> None:
     engine = Engine(job.config, Context(job.runtime, plan.world_size, hooks=Hooks(run, job.plugins)))
     if problem is None and job.config.mtp.enabled:
         engine.context.weights = local_source(job.model_arguments, job.model_config)
+    model = empty_model(job.model_arguments, job.model_config)
+    job.look_at(model)
+    round_up(job)
+    plan.length = job.data.cutoff_len
     if problem is None or job.data.dataset:
         _examine_data(job, rows, plan)
     if problem is None and is_sharded(job.config, plan.world_size):
@@ -138,13 +154,21 @@ def _examine_model(job: Job, rows: list[list[Row]], plan: Plan) -> None:
     if plan.batch is not None and (job.train_set is not None or job.training.max_steps > 0):
         plan.steps = job.steps
     plan.warnings += _too_long(job)
-    model = empty_model(job.model_arguments, job.model_config)
-    found = model_problems(model, job.training, engine)
+    found = model_problems(model, job.training, engine) + _diffusion_problems(job)
     plan.errors += found
     if model is None:
         plan.warnings.append(Problem("--model_name_or_path", "", f"{name} can't be built without its weights"))
     elif not found and plan.axes is not None:
+        if (chosen := job.model_arguments.attn_implementation) is not None:
+            model.config._attn_implementation = chosen
         examine_model(model, name, engine, job.training, job.data, plan)
+
+
+def _diffusion_problems(job: Job) -> list[Problem]:
+    """Return what the launch would find of a diffusion model's tokens; a tokenizer that is not here may name both."""
+    if job.tokenizer is not None:
+        return diffusion_problems(job)
+    return diffusion_problems(replace(job, tokenizer=SimpleNamespace(mask_token_id=0, pad_token_id=-1)))
 
 
 def _too_long(job: Job) -> list[Problem]:
@@ -155,10 +179,11 @@ def _too_long(job: Job) -> list[Problem]:
     if job.train_set is not None:
         sets = [rows for rows in (job.train_set, job.eval_set) if rows is not None]
         longest = max(len(rows[at]["input_ids"]) for rows in sets for at in range(len(rows)))
+        longest = rounded_up(longest, job.grain)
     if not isinstance(room, int) or longest <= room:
         return []
     message = f"a sequence can have {longest:,} tokens, and the model was made for {room:,} positions"
-    return [Problem("--cutoff_len", "", message, f"use --cutoff_len {room}")]
+    return [Problem("--cutoff_len", "", message, f"use --cutoff_len {room // job.grain * job.grain or job.grain}")]
 
 
 def _is_lack_of_weights(problem: Problem, model: ModelArguments) -> bool:
