@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 from torchturbo.engine.model import base_model
-from torchturbo.engine.steps.diffusion import INSTALLED as DIFFUSION
+from torchturbo.engine.steps.diffusion import installed
 from torchturbo.engine.steps.losses import computes_causal_cross_entropy
 from torchturbo.errors import Problem, fail, some
 from torchturbo.logging import get_logger
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 AUX, Z = "moe.aux_loss_coeff", "moe.z_loss_coeff"
 REENTRANT = "activation_checkpointing.use_reentrant"
-INSTALLED: WeakKeyDictionary[nn.Module, RouterLosses] = WeakKeyDictionary()
+INSTALLED: WeakKeyDictionary[nn.Module, ref[RouterLosses]] = WeakKeyDictionary()
 """The router losses of every model that has them."""
 log = get_logger(__name__)
 
@@ -101,16 +101,17 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
         log.warning_rank0(
             "router losses: the model's own one (%s) is off: %s in its place", OWN, " and ".join(asked_for(config))
         )
-    diffusion = DIFFUSION.get(base)  # its mask lets padding attend to itself
+    diffusion = installed(base)  # its mask lets padding attend to itself
     real = (lambda: diffusion.real) if diffusion is not None else (lambda: None)
-    losses = INSTALLED[base] = RouterLosses(model, base, routers, real)
+    losses = RouterLosses(model, base, routers, real)
+    INSTALLED[base] = ref(losses)  # the hooks in the model hold it
     losses.install(context.normaliser, aux, z)
 
 
 def undo(model: nn.Module) -> None:
     """Leave the routers alone, and let the model compute its own auxiliary loss again."""
-    losses = INSTALLED.pop(base_model(model), None)
-    if losses is not None:
+    known = INSTALLED.pop(base_model(model), None)
+    if known is not None and (losses := known()) is not None:
         losses.remove()
 
 
