@@ -36,7 +36,7 @@ def drawing() -> str:
     parts = [
         text(LEFT + length * CELL / 2, 26, "features of the model", font_weight="bold"),
         text(LEFT + (length + GAP) * CELL + slots * CELL / 2, 26, "slots of the blocks", font_weight="bold"),
-        text(24, 84, "keys →", "start", fill=FAINT), text(24, TOP - 12, "queries ↓", "start", fill=FAINT),
+        text(24, 73, "keys →", "start", fill=FAINT), text(24, TOP - 12, "queries ↓", "start", fill=FAINT),
     ]  # fmt: skip
     for position, target in enumerate(TARGETS):
         colour = GREEN if target else FAINT
@@ -76,7 +76,12 @@ def drawing() -> str:
         (ORANGE, "seen: all slots of the own block"),
     )
     parts += legend(LEFT, below, entries)
-    return sheet(760, below + 70, parts)
+    parts += [
+        box(LEFT, below + 60, 13, 13, FAINT, strong=False), text(LEFT + 20, below + 71, "token that is not trained on", "start"),
+        box(LEFT + 230, below + 60, 13, 13, ORANGE, strong=False),
+        text(LEFT + 250, below + 71, "slot that does not count; ·: a mask", "start"),
+    ]  # fmt: skip
+    return sheet(760, below + 90, parts)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def chart(at: int, title: str, share: Sequence[float], colour: str, strong: bool
     parts.append(
         f'<path d="M{x - 6:g} {even:g} H{x + 4 * (BAR + 8):g}" stroke="{FAINT}" stroke-dasharray="4 4" fill="none"/>'
     )
+    parts.append(text(x + 4 * (BAR + 8) + 4, even + 4, "even", "start", font_size=11, fill=FAINT))
     weight = {"font_weight": "bold"} if strong else {"fill": FAINT}
     parts.append(text(middle, base + 42, f"{balance(share):.2f}", font_size=16, **weight))
     return parts

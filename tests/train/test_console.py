@@ -78,6 +78,19 @@ def test_durations_are_as_people_say_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+def test_a_curve_says_that_it_has_further_terms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation beside it has none."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    said: list[str] = []
+    monkeypatch.setattr(Axes, "set", lambda self, title, **others: said.append(title))
+    for entry in ({"loss": 3.0, "step": 1}, {"loss": 3.0, "mtp_1_loss": 5.0, "step": 1}):
+        write_curve([entry, {"eval_loss": 3.0, "train_loss": 3.0, "step": 1}], tmp_path / "curve.png")
+
+    assert ["Training loss", "Training loss, with its further terms"] == said
+
+
 HISTORY = [{"loss": 4.0 - step / 25, "step": step} for step in range(1, 41)] + [
     {"eval_loss": 3.0, "step": 40},
     {"train_loss": 3.0, "step": 40},

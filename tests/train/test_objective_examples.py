@@ -42,7 +42,7 @@ RUNS = (
         {"dspark_loss": 0.8, "dspark_confidence_error": 0.7},
         {"dspark_accepted_length": 1.2},
     ),
-    Guide("router-losses", [*FAST, "--max_steps", "24"], {"moe_z_loss": 0.95, "loss": 0.8}),
+    Guide("router-losses", [*FAST, "--max_steps", "24"], {"moe_z_loss": 0.7, "moe_aux_loss": 0.85, "loss": 0.9}),
     Guide("block-diffusion", [*FAST, "--max_steps", "48"], {"loss": 0.7}),
 )
 METRICS = {
@@ -138,10 +138,27 @@ def test_the_program_that_decodes(
     """The guide's own, on the model that its commands have trained."""
     assert "block-diffusion" in results
     monkeypatch.chdir(folder)
+    assert 1 == written(capsys).count("\n")  # the answer of a model that has learned for a moment
+
+
+def written(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the program of the guide on block diffusion prints in the folder that is the current one."""
     text = (GUIDES / "block-diffusion.md").read_text("utf-8")
     (program,) = re.findall(r'^```python title="write.py"\n(.*?)^```$', text, re.S | re.M)
+    capsys.readouterr()
     exec(compile(program, "write.py", "exec"), {})
-    assert 1 == capsys.readouterr().out.count("\n")  # the answer of a model that has learned for a moment
+    return capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_diffusion_model_writes_what_the_guide_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All epochs of the guide's commands, which take a minute."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    run("block-diffusion", [], monkeypatch)
+    assert " saves nine.\n" == written(capsys)
 
 
 @pytest.mark.parametrize(

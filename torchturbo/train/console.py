@@ -13,6 +13,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback
 
 from torchturbo.errors import Diverged
+from torchturbo.train.curve import terms
 
 PLAIN_LINES = 20
 """Lines of progress that a whole run prints where there is no terminal."""
@@ -50,10 +51,9 @@ class Progress(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Show the newest figures."""
         logs = logs or {}
-        terms = [name for name in logs if name.endswith("_loss") and not name.startswith(("eval_", "train_"))]
         for name, label, form in (
             ("loss", "loss", ".4f"),
-            *((name, name, ".4f") for name in terms),  # what the loss consists of, beside the model's own
+            *((name, name, ".4f") for name in terms(logs)),  # what the loss consists of, beside the model's own
             ("dspark_accepted_length", "dspark_accepted_length", ".2f"),
             ("learning_rate", "lr", ".2e"),
             ("eval_loss", "eval", ".4f"),

@@ -19,6 +19,11 @@ def loss_points(log_history: Sequence[Mapping[str, Any]], key: str = "loss") -> 
     return sorted((int(entry["step"]), float(entry[key])) for entry in log_history if key in entry and "step" in entry)
 
 
+def terms(logs: Mapping[str, Any]) -> list[str]:
+    """Return the names of the losses in a log that are added to the model's own."""
+    return [name for name in logs if name.endswith("_loss") and not name.startswith(("eval_", "train_"))]
+
+
 def smoothed(points: Points) -> Points:
     """Return the centred moving mean over about a tenth of a curve: no lag, and the ends use what is there."""
     half = max(1, len(points) // 20)
@@ -54,6 +59,8 @@ def write_curve(log_history: Sequence[Mapping[str, Any]], path: Path, title: str
         axes.plot(
             *zip(*evaluated, strict=True), color="#c8502a", linewidth=1.5, marker="o", markersize=4, label="evaluation"
         )
+    if any(terms(entry) for entry in log_history):
+        title += ", with its further terms"
     axes.set(title=title, xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
