@@ -103,6 +103,17 @@ COLUMNS = (
 )
 
 
+WORDS = {
+    "DecoderLayer: a layer without attention under Transformers' AttentionInterface": (
+        "some of its layers are not attention (linear attention), and would see a part of each sequence alone"
+    ),
+    "the model has no extra heads: none are known for this kind of model": "the family has no such heads",
+    "the model has no extra heads: its family has none for multi-token prediction, and nothing says which DSpark draft it"
+    " is to get": "the family has no such heads",
+}
+"""What a launch says, in the words of a page about families."""
+
+
 class Refusal(NamedTuple):
     """Why a family does not go with something."""
 
@@ -158,7 +169,8 @@ def refusals(model_type: str, column: Column, *others: Column) -> list[str]:
     for problem in engine.problems(model):
         message = problem.message.replace(stem[0], "the model").replace(f" ({model_type})", "")
         message = re.sub(rf"\b{stem[1]}(?=[A-Z])", "", message)  # of the names of its classes
-        found.append(message.removesuffix(f", and not on {model_type}"))
+        message = message.removesuffix(f", and not on {model_type}")
+        found.append(WORDS.get(message, message))
     return list(dict.fromkeys(found))
 
 
