@@ -15,10 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models import llada2_tiny as llada2
 from torchturbo.engine.parts import partition, parts_of
+from torchturbo.errors import ConfigError
 from torchturbo.models import register
 from torchturbo.models.llada2.configuration import LLaDA2MoeConfig
 from torchturbo.observe.matmuls import count
 from torchturbo.parallel.sequence_check import obstacles
+from torchturbo.train.arguments import ModelArguments
+from torchturbo.train.model import load_config
 
 
 def meta(config: Any) -> Any:
@@ -92,6 +95,19 @@ def test_everything_that_the_model_does_not_compute_is_named() -> None:
 def test_routing_and_heads_must_come_out_even(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(Exception, match=told):
         LLaDA2MoeConfig(**wrong)
+
+
+@pytest.mark.parametrize("trusted", [None, True])
+def test_the_merged_layout_of_its_trainer_is_refused_by_name(trusted: bool | None, tmp_path: Path) -> None:
+    """Its own code would ask for another trainer's package; what to do about it is said."""
+    merged = llada2.MINI | {"model_type": "llada2_moe_veomni"}
+    (tmp_path / "config.json").write_text(json.dumps(merged))
+    with pytest.raises(ConfigError) as caught:
+        load_config(ModelArguments(model_name_or_path=str(tmp_path), trust_remote_code=bool(trusted)))
+    told = str(caught.value.problems[0])
+
+    assert "llada2_moe_veomni is dFactory's merged layout" in told
+    assert "moe_convertor.py --mode split, and set model_type to llada2_moe" in told
 
 
 def test_registering_again_changes_nothing() -> None:

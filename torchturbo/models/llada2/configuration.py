@@ -197,3 +197,18 @@ class LLaDA2MoeConfig(PreTrainedConfig):  # type: ignore[misc]
             if file.resolve() != (folder / file.name).resolve():
                 shutil.copyfile(file, folder / file.name)
         return True
+
+
+class MergedConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The configuration of a folder in dFactory's own layout, whose experts are stacked: it is refused by name."""
+
+    model_type = "llada2_moe_veomni"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Raise ValueError with what makes a published folder of it."""
+        published = LLaDA2MoeConfig.model_type
+        raise ValueError(
+            f"{cls.model_type} is dFactory's merged layout, expected the published one: split its experts by dFactory's "
+            f"moe_convertor.py --mode split, and set model_type to {published}"
+        )

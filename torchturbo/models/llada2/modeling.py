@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 from transformers.integrations.moe import use_experts_implementation
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -380,6 +380,8 @@ class LLaDA2MoeModelLM(LLaDA2MoePreTrainedModel, GenerationMixin):  # type: igno
         """Raise ValueError: tokens are written by blocks, and not one after the other."""
         raise ValueError(f"generate: {WRITTEN}")
 
-    def prepare_inputs_for_generation(self, input_ids: Any = None, **kwargs: Any) -> Any:
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Any = None, **kwargs: Any
+    ) -> Any:
         """Raise ValueError, where a program calls ``GenerationMixin.generate`` itself."""
         raise ValueError(f"generate: {WRITTEN}")
