@@ -288,3 +288,22 @@ def replicated(rank: int) -> float:
 def test_what_every_rank_holds_counts_once() -> None:
     """A gradient that is not sharded."""
     assert run_ranks(2, replicated) == [6.0, 6.0]
+
+
+def left_without_heads(rank: int, other: Any) -> list[str]:
+    """Shard a model with extra heads, and ask about a configuration without them; return what is said."""
+    import mtp_models
+
+    from torchturbo.engine.context import Context
+    from torchturbo.engine.engine import Engine
+
+    model = mtp_models.model("glm4_moe")
+    parity.prepared(model, parity.config(mtp={"enabled": True}), 2, rank)
+    problems = Engine(other, Context(world_size=2, rank=rank)).problems(model)
+    return [f"{problem.key}: {problem.message}" for problem in problems]
+
+
+def test_a_model_that_was_sharded_with_heads_keeps_them() -> None:
+    """Their parameters are shards of its units."""
+    message = "mtp.enabled: this Glm4MoeForCausalLM was sharded with True, and now is to be with False"
+    assert [[message]] * 2 == run_ranks(2, left_without_heads, parity.config())

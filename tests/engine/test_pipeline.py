@@ -44,6 +44,10 @@ class Recorder:
         self._seen.add(path)
         return self._target.get(path)
 
+    def resolved(self, path: str) -> Any:
+        self._seen.add(path)
+        return self._target.resolved(path)
+
 
 def config(*words: str) -> EngineConfig:
     return build_from_args(parse_torchturbo_args(words)[0])

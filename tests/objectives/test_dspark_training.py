@@ -17,17 +17,18 @@ from transformers import TrainingArguments
 from torchturbo.adapters.hf_trainer import TurboTrainer
 from torchturbo.engine.args import parse_torchturbo_args, set_torchturbo_args
 from torchturbo.engine.steps.dspark import settings_of
+from torchturbo.objectives.dspark.anchors import draw_blocks
 from torchturbo.train.batches import Collator
 from torchturbo.train.examples import Examples
 
 
-def run(folder: Path, resume: bool = False) -> Any:
+def run(folder: Path, resume: bool = False, **changes: Any) -> Any:
     """Train for three steps of two micro-batches of one row each, and return the trainer."""
     words = ["--tt_enable_mtp", "--tt_dspark_num_anchors", "2", "--tt_gbs", "2"]
     set_torchturbo_args(parse_torchturbo_args(words)[0])
     args = TrainingArguments(
-        str(folder), per_device_train_batch_size=1, max_steps=3, logging_steps=1, use_cpu=True, save_strategy="steps",
-        save_steps=1, report_to="none", disable_tqdm=True, learning_rate=1e-2,
+        str(folder), per_device_train_batch_size=1, logging_steps=1, use_cpu=True, save_strategy="steps",
+        save_steps=1, report_to="none", disable_tqdm=True, learning_rate=1e-2, **({"max_steps": 3} | changes),
     )  # fmt: skip
     ids = torch.randint(3, 320, (8, 10), generator=torch.Generator().manual_seed(1)).tolist()
     rows = Examples([{"input_ids": row, "labels": row} for row in ids])
@@ -50,6 +51,23 @@ def test_a_resumed_run_draws_the_same_anchors(tmp_path: Path) -> None:
     assert [name for name, one in ends[0].items() if not torch.equal(one, ends[1][name])] == []
     losses = [[log["dspark_loss"] for log in one.state.log_history if "dspark_loss" in log] for one in (whole, resumed)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("seed", [42, 7])
+def test_anchors_begin_with_the_seed_of_the_run(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run of the same data under another seed looks elsewhere."""
+    seen: list[Any] = []
+
+    def noted(sequences: Any, *given: Any, **sizes: Any) -> Any:
+        seen.append((sequences, given, drawn := draw_blocks(sequences, *given, **sizes)))
+        return drawn
+
+    monkeypatch.setattr("torchturbo.objectives.dspark.objective.draw_blocks", noted)
+    run(tmp_path, seed=seed, max_steps=1)
+
+    assert {(2, seed, 0)} == {given for _, given, _ in seen}
+    others = [draw_blocks(sequences, 2, seed + 1, 0, size=3, mask_token_id=319).anchors for sequences, _, _ in seen]
+    assert any(not torch.equal(one.anchors, other) for (_, _, one), other in zip(seen, others, strict=True))
 
 
 def test_half_precision_is_near() -> None:

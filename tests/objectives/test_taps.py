@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import dspark_models
+import mtp_models
 import parity
 import pytest
 import tiny
@@ -14,6 +17,11 @@ from ranks import run_ranks
 
 from torchturbo.objectives.heads import ExtraHeads, attach, detach, extra_heads
 from torchturbo.objectives.taps import Taps
+
+
+def mtp_model() -> Any:
+    """Return a model that gets two serial heads."""
+    return mtp_models.model("glm4_moe", num_nextn_predict_layers=2)
 
 
 def tapped(model: Any) -> tuple[Taps, list[dict[str, Any]]]:
@@ -63,6 +71,34 @@ def test_recomputation_and_evaluation_leave_nothing(reentrant: bool) -> None:
 
     assert [None] == [call.output for call in taps._calls]
     assert [True, False] == [entry["batch"] is not None for entry in seen]
+
+
+def test_a_training_mode_without_gradients_is_no_training_forward() -> None:
+    """Nothing is learned from it."""
+    model = tiny.model().train()
+    _, seen = tapped(model)
+
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 11)[None])
+
+    assert [{"batch": None, "mask": None, "output": None}] == seen
+
+
+@pytest.mark.parametrize("make", [mtp_model, dspark_models.model], ids=["serial heads", "draft"])
+def test_objectives_add_nothing_without_gradients(make: Callable[[], Any]) -> None:
+    """The model's loss is its own."""
+    model, batch = make(), parity.batches(1, vocabulary=64)[0]
+    engine = parity.prepared(model, dspark_models.settings())
+    names = [term.name for term in engine.context.normaliser.terms]
+    with torch.no_grad():
+        found = model(**batch).loss
+        values = [term.value(None, batch) for term in engine.context.normaliser.terms]
+        engine.release(model)
+        expected = model(**batch).loss
+
+    assert names in (["mtp_1_loss", "mtp_2_loss"], ["dspark_loss"])
+    assert [None] * len(names) == values
+    assert float(expected) == float(found)
 
 
 def test_an_error_in_the_forward_ends_them() -> None:

@@ -57,6 +57,11 @@ class EngineConfig(EngineOptions):
             value = getattr(value, name)
         return value
 
+    def resolved(self, path: str) -> Any:
+        """Return a value as :meth:`get` does; the key's default where it is null, which stands for it."""
+        value = self.get(path)
+        return KEYS[path].default if value is None else value
+
     def origin(self, path: str) -> Origin:
         """Return the layer and the place that a key's value comes from.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem
 from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
+from torchturbo.objectives.changes import Changes
 from torchturbo.objectives.dspark import backbone, metrics
 from torchturbo.objectives.dspark.loss import Alphas
 from torchturbo.objectives.dspark.objective import DSpark, Settings
@@ -22,20 +22,13 @@ from torchturbo.objectives.taps import Taps
 if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
+    from torchturbo.plugins.contract import Run
 
 ENABLED, WEIGHT, FROZEN = "dspark.enabled", "dspark.loss_scaling_factor", "freeze_policy.language_model"
 ANCHORS, GAMMA = "dspark.num_anchors", "dspark.loss_decay_gamma"
 ALPHAS = ("dspark.ce_loss_alpha", "dspark.l1_loss_alpha", "dspark.confidence_loss_alpha")
 CHUNK, CHUNK_SIZE = "loss_chunk.enabled", "loss_chunk.chunk_size"
 log = get_logger(__name__)
-
-
-@dataclass
-class Changes:
-    """What the step did to a model; it keeps neither the model nor its parameters alive."""
-
-    taps: Taps | None = None
-    frozen: list[ref[nn.Parameter]] = field(default_factory=list)
 
 
 CHANGES: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
@@ -58,10 +51,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
 
 
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
-    """Add the draft's loss to the model's; off or with a weight of 0 its parameters are out of training.
-
-    Gradients of zero would still let an optimizer's weight decay and momentum move them.
-    """
+    """Add the draft's loss to the model's; off or with a weight of 0 its parameters are out of training."""
     base = base_model(model)
     draft = backbone.of(extra_heads(base))
     if draft is None:
@@ -69,53 +59,40 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
             text = "%s: %s: %s has no DSpark fields in its configuration: training without"
             log.warning_rank0(text, config.origin(ENABLED).place, ENABLED, type(base).__name__)
         return
-    weight = value_of(config, WEIGHT)
+    weight = config.resolved(WEIGHT)
     changes = CHANGES[base] = Changes()
     if not config.dspark.enabled or weight == 0:
-        changes.frozen = [ref(parameter) for parameter in draft.parameters() if parameter.requires_grad]
-        draft.requires_grad_(False)
-    if not config.dspark.enabled or context.normaliser is None:
+        changes.freeze(draft)
+    if not config.dspark.enabled:
         log.info_rank0("DSpark is off: the draft stays as it is")
         return
     changes.taps = Taps(model, base)
+    assert context.normaliser is not None
     run = context.hooks.run
-    objective = DSpark(
-        base, draft, changes.taps, context.normaliser, settings_of(config, _seed(run)), lambda: run.step if run else 0
-    )
+    settings = settings_of(config, _seed(run))
+    objective = DSpark(base, draft, changes.taps, context.normaliser, settings, lambda: run.step if run else 0)
     context.normaliser.terms.append(Term(metrics.LOSS, objective.value, objective.weight, coefficient=weight))
     log.info_rank0("DSpark: blocks of %d after at most %d anchors a row", draft.block_size, objective.settings.most)
 
 
-def value_of(config: EngineConfig, path: str) -> Any:
-    """Return a key's value; its default where it is null."""
-    value = config.get(path)
-    return KEYS[path].default if value is None else value
-
-
 def settings_of(config: EngineConfig, seed: int = 0) -> Settings:
     """Return how a configuration wants a draft to be trained."""
-    size = CHUNK_SIZE if config.get(CHUNK) else None
     return Settings(
-        most=value_of(config, ANCHORS),
-        gamma=value_of(config, GAMMA),
-        alphas=Alphas(*(value_of(config, path) for path in ALPHAS)),
-        chunk_size=KEYS[CHUNK_SIZE].default if size is None else value_of(config, size),
+        most=config.resolved(ANCHORS),
+        gamma=config.resolved(GAMMA),
+        alphas=Alphas(*(config.resolved(path) for path in ALPHAS)),
+        chunk_size=config.resolved(CHUNK_SIZE) if config.get(CHUNK) else KEYS[CHUNK_SIZE].default,
         seed=seed,
     )
 
 
-def _seed(run: Any) -> int:
-    """Return the seed of a run, which all its ranks have in common; 0 outside of one."""
-    return int(getattr(getattr(getattr(run, "trainer", None), "args", None), "seed", 0) or 0)
+def _seed(run: Run | None) -> int:
+    """Return the seed of a run, which all its ranks have in common; 0 for an engine that no trainer runs."""
+    return 0 if run is None or run.trainer is None else int(run.trainer.args.seed)
 
 
 def undo(model: nn.Module) -> None:
     """Take the taps out of a model, and let a draft be trained again that the step took out of training."""
     changes = CHANGES.pop(base_model(model), None)
-    if changes is None:
-        return
-    if changes.taps is not None:
-        changes.taps.remove()
-    for reference in changes.frozen:
-        if (parameter := reference()) is not None:
-            parameter.requires_grad_(True)
+    if changes is not None:
+        changes.undo()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchturbo.engine.hooks import Hooks, PluginError, name_of
 from torchturbo.engine.model import base_model
 from torchturbo.errors import Problem, fail
-from torchturbo.generated.keys import KEYS
 from torchturbo.objectives import chunked
 from torchturbo.objectives.chunked_check import obstacle
 from torchturbo.objectives.normalise import Normaliser, Term, own_loss_function
@@ -69,11 +68,11 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     Any other loss (an own loss function, an encoder-decoder) stays with the framework, whose own scaling then holds.
     """
     base = base_model(model)
-    size = config.loss_chunk.chunk_size
+    size = config.resolved(CHUNK_SIZE)
     if config.loss_chunk.enabled:
         if problems := _chunking_problems(base, config):
             fail(problems)
-        chunked.install(base, KEYS[CHUNK_SIZE].default if size is None else size)
+        chunked.install(base, size)
     if computes_causal_cross_entropy(base):
         context.normaliser = Normaliser(
             ranks=context.world_size, summed=context.sharded and not context.averaged, sp_size=context.plan.sp_size

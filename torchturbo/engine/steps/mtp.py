@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from torchturbo.engine.model import base_model
 from torchturbo.engine.steps.losses import computes_causal_cross_entropy
 from torchturbo.errors import Problem
-from torchturbo.generated.keys import KEYS
 from torchturbo.logging import get_logger
+from torchturbo.objectives.changes import Changes
 from torchturbo.objectives.heads import extra_heads
 from torchturbo.objectives.mtp.families import family_of
 from torchturbo.objectives.mtp.objective import MultiTokenPrediction, metric
 from torchturbo.objectives.mtp.serial import SerialHeads
-from torchturbo.objectives.taps import Taps
 from torchturbo.plugins.contract import Plugin
 
 if TYPE_CHECKING:
@@ -27,14 +25,6 @@ if TYPE_CHECKING:
 
 ENABLED, WEIGHT, FROZEN = "mtp.enabled", "mtp.loss_scaling_factor", "freeze_policy.language_model"
 log = get_logger(__name__)
-
-
-@dataclass
-class Changes:
-    """What the step did to a model; it keeps neither the model nor its parameters alive."""
-
-    taps: Taps
-    frozen: list[ref[nn.Parameter]] = field(default_factory=list)
 
 
 CHANGES: WeakKeyDictionary[nn.Module, Changes] = WeakKeyDictionary()
@@ -82,21 +72,18 @@ def _has_draft(base: Any) -> bool:
 def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     """Add a loss term for each depth; with a weight of 0 the heads run and their losses are logged, and that is all.
 
-    Their parameters are then out of training: gradients of zero would still let an optimizer's weight decay and
-    momentum move them.
+    Their parameters are then out of training.
     """
     base = base_model(model)
     heads = extra_heads(base)
     if not config.mtp.enabled or not isinstance(heads, SerialHeads) or context.normaliser is None:
         return
-    given = config.mtp.loss_scaling_factor
-    weight: float = KEYS[WEIGHT].default if given is None else given
+    weight: float = config.resolved(WEIGHT)
     objective = MultiTokenPrediction(model, base, heads)
     context.normaliser.terms += objective.terms(weight)
     changes = CHANGES[base] = Changes(objective.taps)
     if weight == 0:
-        changes.frozen = [ref(parameter) for parameter in heads.parameters() if parameter.requires_grad]
-        heads.requires_grad_(False)
+        changes.freeze(heads)
     if config.mtp.log_loss and not any(isinstance(plugin, LossLog) for plugin in context.hooks.plugins):
         context.hooks.plugins += (LossLog(),)
     depths = "1 depth" if heads.depths == 1 else f"{heads.depths} depths"
@@ -106,9 +93,5 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
 def undo(model: nn.Module) -> None:
     """Take the taps out of a model, and let heads be trained again that the step took out of training."""
     changes = CHANGES.pop(base_model(model), None)
-    if changes is None:
-        return
-    changes.taps.remove()
-    for reference in changes.frozen:
-        if (parameter := reference()) is not None:
-            parameter.requires_grad_(True)
+    if changes is not None:
+        changes.undo()

@@ -97,9 +97,13 @@ class DSpark:
         """Return the weights of a micro-batch's slots, summed: its part of D."""
         return self.blocks(Sequences.of(batch)).weights(self.settings.gamma).sum()
 
-    def value(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Return the losses of this rank's slots, summed by their weights; and log the metrics."""
-        assert self.taps.batch is not None
+    def value(self, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return the losses of this rank's slots, summed by their weights, and log the metrics.
+
+        None without a gradient, for which nothing is tapped.
+        """
+        if self.taps.batch is None:
+            return None
         with torch.no_grad():
             features = self.draft.features([_states(call).detach() for call in self._calls])
             teacher = _states(self._body).detach()
