@@ -48,6 +48,11 @@ def run(model: Any, count: int = 1, **changes: Any) -> tuple[parity.Step, dict[s
     return found, engine.context.normaliser.term_metrics(1, torch.device("cpu"))
 
 
+def installed(model: Any) -> Any:
+    """Return what the step made of a prepared model."""
+    return step.INSTALLED[model]()
+
+
 def expected(model: Any, count: int = 1, aux: float = AUX, z: float = Z) -> parity.Step:
     found: parity.Step = oracle.step(oracle.Watched(model, GATES, 2, "softmax"), window(count), aux, z)
     return found
@@ -206,7 +211,7 @@ def test_nothing_is_kept_after_a_step() -> None:
     model = tiny.model("qwen3_moe")
     engine = parity.prepared(model, settings())
     parity.step(engine, model, window())
-    losses = step.INSTALLED[model]
+    losses = installed(model)
 
     assert [] == losses._taken
     assert losses._losses is None
@@ -327,10 +332,12 @@ def test_routers_of_extra_heads(trained: bool) -> None:
     model = tiny.model("qwen3_moe")
     heads = Heads(model)
     heads.requires_grad_(trained)
-    attach(model, heads)
-    parity.prepared(model, settings())
+    engine = parity.prepared(model, settings())
+    step.undo(model)
+    attach(model, heads)  # as the step before it leaves them
+    step.apply(model, engine.config, engine.context)
 
-    assert (3 if trained else 2) == step.INSTALLED[model].layers
+    assert (3 if trained else 2) == installed(model).layers
 
 
 # ---- errors while it runs ----
