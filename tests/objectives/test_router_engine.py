@@ -248,15 +248,10 @@ def test_a_router_that_peft_trains_whole() -> None:
     assert sum(name.endswith("gate.modules_to_save.default.weight") for name in found.gradients) == 2
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"target_parameters": ["mlp.experts.gate_up_proj"]},
-        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-        {"target_modules": "all-linear"},
-    ],
-    ids=["one parameter of experts", "both", "all-linear"],
-)
+WRAPPING = {"one": {"target_parameters": ["mlp.experts.gate_up_proj"]}, "all": {"target_modules": "all-linear"}}
+
+
+@pytest.mark.parametrize("wanted", WRAPPING.values(), ids=WRAPPING)
 def test_adapters_of_experts(wanted: dict[str, Any]) -> None:
     """PEFT wraps the experts, once for each parameter, and at times the router: the losses are those of the router."""
     peft = pytest.importorskip("peft")
