@@ -170,7 +170,7 @@ def test_sharded_ranks_decode_together_as_one() -> None:
         ({"block_size": 0}, "at least 1"),
         ({"max_new_tokens": 0}, "at least 1"),
         ({"steps": 0}, "at least 1"),
-        ({"mask": None}, "expected a mask token"),
+        ({"mask": None}, "no mask token: set mask_token_id"),
         ({"kind": "flash_attention_2"}, "can't express the mask"),
         ({"kind": SHARING}, "release the engine before decoding"),
     ],

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from torchturbo.engine.model import base_model
-from torchturbo.generated.keys import KEYS
 from torchturbo.objectives import chunked
 from torchturbo.objectives.chunked import ChunkedHead, head_of
 from torchturbo.objectives.diffusion.models import is_diffusion_model
@@ -48,7 +47,7 @@ def sizes(model: nn.Module, config: EngineConfig) -> Sizes:
     if is_diffusion_model(model):
         return Sizes(block=config.diffusion.bd_block_size)
     draft = _draft(model, config)
-    return Sizes() if draft is None else Sizes(anchors=_value(config, ANCHORS), slots=draft.block_size)
+    return Sizes() if draft is None else Sizes(anchors=config.resolved(ANCHORS), slots=draft.block_size)
 
 
 def count(model: nn.Module, config: EngineConfig) -> Flops:
@@ -68,13 +67,8 @@ def count(model: nn.Module, config: EngineConfig) -> Flops:
 def trains(heads: ExtraHeads, config: EngineConfig) -> bool:
     """Return whether heads are trained: their loss is not off, and has a weight."""
     if isinstance(heads, Draft):
-        return bool(config.dspark.enabled and _value(config, DSPARK) != 0)
-    return bool(_value(config, MTP) != 0)
-
-
-def _value(config: EngineConfig, path: str) -> Any:
-    value = config.get(path)
-    return KEYS[path].default if value is None else value
+        return bool(config.dspark.enabled and config.resolved(DSPARK) != 0)
+    return bool(config.resolved(MTP) != 0)
 
 
 def _part(name: str, products: list[Product], trained: bool, per: str = TOKENS, again: float = 0.0) -> Part:

@@ -69,13 +69,7 @@ def decode(
     base: Any = base_model(model)
     hidden = mask_token(base.config) if mask_token_id is None else mask_token_id
     ends = _ends(base, eos_token_id)
-    if hidden is None or min(block_size, max_new_tokens, 1 if steps is None else steps) < 1:
-        told = f"{hidden}, {block_size}, {max_new_tokens} and {steps}"
-        raise ValueError(f"expected a mask token, and block_size, max_new_tokens and steps of at least 1; got {told}")
-    if (kind := attention_of(base)) == SHARING:
-        raise ValueError("ranks share this model's sequences (sp_size); release the engine before decoding")
-    if kind not in KINDS:
-        raise ValueError(f"{kind} attention can't express the mask of block diffusion; use one of {', '.join(KINDS)}")
+    hidden = _usable(base, hidden, min(block_size, max_new_tokens, 1 if steps is None else steps))
     given = torch.as_tensor(prompt, dtype=torch.int64, device=base.get_input_embeddings().weight.device).flatten()
     start, length = len(given), rounded_up(len(given) + max_new_tokens, block_size)
     text = torch.cat((given, given.new_full((length - start,), hidden)))
@@ -89,6 +83,19 @@ def decode(
     answer = text[start : min(end, start + max_new_tokens)].tolist()
     stop = next((at for at, token in enumerate(answer) if token in ends), len(answer))
     return answer[:stop]
+
+
+def _usable(base: nn.Module, hidden: int | None, least: int) -> int:
+    """Return the mask token; raise a ValueError for what can't be decoded with. ``least`` is the smallest number given."""
+    if hidden is None:
+        raise ValueError("no mask token: set mask_token_id in the model's config.json, or pass mask_token_id")
+    if least < 1:
+        raise ValueError(f"expected block_size, max_new_tokens and steps of at least 1; got {least}")
+    if (kind := attention_of(base)) == SHARING:
+        raise ValueError("ranks share this model's sequences (sp_size); release the engine before decoding")
+    if kind not in KINDS:
+        raise ValueError(f"{kind} attention can't express the mask of block diffusion; use one of {', '.join(KINDS)}")
+    return hidden
 
 
 def _fill(
