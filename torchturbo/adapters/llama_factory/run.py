@@ -116,7 +116,7 @@ def engine_underneath(package: Package, launch: Launch) -> Iterator[None]:
                     stack.enter_context(replaced(workflow, step, told(function)))
         packing: Any = sys.modules.get(PACKING)
         choose: Any = getattr(packing, KNAPSACK, None)
-        if callable(choose):
+        if choose is not None:
             stack.enter_context(replaced(packing, KNAPSACK, in_whole_blocks(choose, lambda: launch.grain)))
         yield
 
