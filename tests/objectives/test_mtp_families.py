@@ -233,7 +233,7 @@ def test_heads_that_are_left_aside_are_told(tmp_path: Path, capfd: pytest.Captur
     written("deepseek_v3", tmp_path)
     Engine(parity.config(), Context()).prepare(AutoModelForCausalLM.from_pretrained(tmp_path))
 
-    assert re.search(r"the checkpoint has \d multi-token prediction heads?, not trained", "".join(capfd.readouterr()))
+    assert re.search(r"the checkpoint has \d extra heads? \(mtp\), not trained", "".join(capfd.readouterr()))
 
 
 def test_what_is_no_model_of_transformers_is_refused() -> None:

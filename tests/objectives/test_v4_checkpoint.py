@@ -86,14 +86,20 @@ def test_stages_that_are_off_are_exported_as_they_are(tmp_path: Path) -> None:
     assert [] == [name for name, value in heads.items() if not torch.equal(value, found[name])]
 
 
-def test_without_heads_an_export_has_none_and_says_so(tmp_path: Path) -> None:
-    written(tmp_path / "one", SERIAL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_heads_an_export_has_none_and_says_so(kind: str, tmp_path: Path) -> None:
+    """Nor does it describe stages that it has not; the model does, once the engine has let go of it."""
+    written(tmp_path / "one", KINDS[kind][0])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     engine = parity.prepared(model, parity.config())
     export(model, tmp_path / "two", saved_dtypes=engine.context.saved_dtypes)
+    engine.release(model).save_pretrained(tmp_path / "three")
 
-    assert [] == [name for name in v4.read(tmp_path / "two") if name.startswith("mtp.")]
-    assert 0 == AutoConfig.from_pretrained(tmp_path / "two").num_nextn_predict_layers
+    for folder in (tmp_path / "two", tmp_path / "three"):
+        assert [] == [name for name in v4.read(folder) if name.startswith("mtp.")]
+        config = AutoConfig.from_pretrained(folder)
+        assert (0, []) == (config.num_nextn_predict_layers, [name for name in vars(config) if "dspark" in name])
+    assert ("dspark_block_size" in vars(model.config)) is (kind == "stages")
 
 
 @pytest.mark.parametrize("kind", KINDS)

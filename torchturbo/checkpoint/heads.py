@@ -245,41 +245,54 @@ def save_pretrained(
         save_beside(heads, Path(save_directory), inside)
 
 
-Said = list[tuple[Any, str, int | None]]
-"""Configurations of a model, names in them, and how many heads they say there are; None where they say nothing."""
+Said = list[tuple[Any, str, Any]]
+"""Configurations of a model, names in them, and what they say there of heads; None where they say nothing."""
+STAGES = ("deepseek_v4", "dspark_")
+"""A model type whose configuration speaks of a draft in its files, and how the names begin under which it does."""
 
 
 def say_none(base: Any) -> Said:
-    """Let a model's configurations say that it has no heads for multi-token prediction; return what they said.
+    """Let a model's configurations say that it has no heads; return what they said.
 
-    A family whose models have some without saying so gets the word, too.
+    A family whose models have some for multi-token prediction without saying so gets the word, too. What describes
+    DeepSeek-V4's draft goes: an engine that serves the model would look for the weights.
     """
     config = getattr(base, "config", None)
     text = getattr(config, "get_text_config", None)
     if config is None or text is None:
         return []
     parts = {id(part): part for part in (text(decoder=True), config)}.values()
-    said: Said = [
+    numbers: Said = [
         (part, name, number)
         for part in parts
         for name in COUNTS
         if isinstance(number := getattr(part, name, None), int) and number > 0
     ]
     family = family_of(config)
-    if not said and family is not None and family.unsaid and said_by(config) is None:
-        said = [(text(decoder=True), COUNTS[0], None)]
-    for part, name, _ in said:
+    if not numbers and family is not None and family.unsaid and said_by(config) is None:
+        numbers = [(text(decoder=True), COUNTS[0], None)]
+    kind, prefix = STAGES
+    stages: Said = [
+        (part, name, value)
+        for part in parts
+        if part.model_type == kind
+        for name, value in vars(part).items()
+        if name.startswith(prefix)
+    ]
+    for part, name, _ in numbers:
         setattr(part, name, 0)
-    return said
+    for part, name, _ in stages:
+        delattr(part, name)
+    return numbers + stages
 
 
 def say_again(said: Said) -> None:
     """Let configurations say what they said before."""
-    for part, name, number in said:
-        if number is None:
+    for part, name, value in said:
+        if value is None:
             delattr(part, name)
         else:
-            setattr(part, name, number)
+            setattr(part, name, value)
 
 
 @contextmanager

@@ -125,8 +125,8 @@ def apply(model: nn.Module, config: EngineConfig, context: Context) -> None:
     if not config.mtp.enabled:
         SAID[base] = say_none(base)
         if SAID[base] and (held := _held(base, context)):
-            message = "the checkpoint has %s, not trained and not exported; %s true keeps them"
-            log.warning_rank0(message, f"{held} multi-token prediction head{'s' * (held > 1)}", KEYS[KEY].cli)
+            message = "the checkpoint has %d extra %s (mtp), not trained and not exported; %s true keeps them"
+            log.warning_rank0(message, held, "heads" if held > 1 else "head", KEYS[KEY].cli)
         if left := draft_beside(base):
             log.warning_rank0("%s is left aside: what is saved will have no draft (%s is off)", left, KEY)
         return
