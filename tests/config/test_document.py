@@ -149,6 +149,14 @@ class TestYaml:
             "t.yaml:1:7: a second ':' in one line; put a text that contains ': ' in quotes"
         ]
 
+    @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+    def test_a_byte_order_mark_inside_the_file(self, newline: str) -> None:
+        """Two files were joined; PyYAML's two parsers would read it differently."""
+        assert bad(f"a: 1{newline}\ufeffb: 2") == [
+            "t.yaml:2:1: a byte order mark inside the file; remove it, where two files were joined"
+        ]
+        assert good("a: 'x\ufeffy'") == [("a", '"x\ufeffy"')]
+
     @pytest.mark.parametrize("version", ["1.1", "1.2", "\t1.2\t# the version"])
     def test_version_directive(self, version: str) -> None:
         assert good(f"%YAML {version}\n---\na: yes\n") == [("a", "yes")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import yaml
@@ -16,7 +17,7 @@ from yaml.events import (
     StreamEndEvent,
 )
 
-from torchturbo.config.document.nodes import Branch, Row, Scalar, Table, TreeBuilder
+from torchturbo.config.document.nodes import Branch, Places, Row, Scalar, Table, TreeBuilder
 from torchturbo.errors import shorten
 
 PARSER: Any
@@ -44,6 +45,12 @@ def read_yaml(text: str, builder: TreeBuilder) -> None:
     Raises:
         Refused: the text is no YAML from some place on, or it exceeds a limit of the builder.
     """
+    if "\ufeff" in text and (found := re.search("[\n\r\x85\u2028\u2029]\ufeff", text)):
+        # libyaml takes it for a blank and PyYAML's own parser for text.
+        line, column = Places(text).at(found.end() - 1)
+        raise builder.refuse(
+            line, column, "a byte order mark inside the file", "remove it, where two files were joined"
+        )
     try:
         _build(PARSER(text), builder)
     except yaml.YAMLError as error:
