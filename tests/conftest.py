@@ -17,8 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no setting of the person who runs the tests reach them."""
+    """Let no setting of the person who runs the tests reach them, nor one of an earlier test."""
+    from torchturbo.engine.args import set_torchturbo_args
     from torchturbo.generated.keys import KEYS
+
+    set_torchturbo_args(None)
 
     for key in KEYS.values():
         if key.env:

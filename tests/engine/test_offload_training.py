@@ -10,8 +10,9 @@ import parity
 import pytest
 import tiny
 import torch
+from key_runs import rows
 from ranks import run_ranks
-from test_live_keys import Watcher, rows
+from test_live_keys import Watcher
 from transformers import TrainingArguments
 
 from torchturbo.adapters.hf_trainer import TurboTrainer

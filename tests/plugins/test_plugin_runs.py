@@ -356,9 +356,9 @@ def test_a_command_line_that_is_wrong_already_tells_of_missing_plugins_and_runs_
     mine.write_text(f"open({str(mark)!r}, 'w')\n")
     words = command(material, tmp_path / "out", "--tt_plugin", f"{mine}:no.yaml", "--tt_plugin", "nowhere.py")
     with pytest.raises(ConfigError):
-        train([*words, "--tt_plugin", "unknown-name", "--tt_enable_mtp"])
+        train([*words, "--tt_plugin", "unknown-name", "--tt_bd_mask_low", "0.9"])
     lines = capsys.readouterr().err
 
-    for part in ("mtp.enabled", "no.yaml: no such file", "nowhere.py: no such file", "called unknown-name"):
+    for part in ("diffusion.bd_mask_low", "no.yaml: no such file", "nowhere.py: no such file", "called unknown-name"):
         assert part in lines
     assert not mark.exists()
