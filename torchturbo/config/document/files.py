@@ -77,14 +77,18 @@ def read_bytes(
             if len(data) <= MAX_BYTES:
                 return data
     except FileNotFoundError as error:
-        raise Refused(Problem(path, "", "no such file", _remedy_for_missing(path))) from error
+        raise Refused(Problem(_named(path), "", "no such file", _remedy_for_missing(path))) from error
     except OSError as error:
-        raise Refused(Problem(shorten(path, LONGEST_NAME), "", f"cannot be read: {error.strerror or error}")) from error
+        raise Refused(Problem(_named(path), "", f"cannot be read: {error.strerror or error}")) from error
     except ValueError as error:  # a name with NUL, or with characters that the file system's encoding lacks
-        name = shorten(path.replace("\0", "\\0"), LONGEST_NAME)
-        raise Refused(Problem(name, "", "no file can have this name")) from error
+        raise Refused(Problem(_named(path.replace("\0", "\\0")), "", "no file can have this name")) from error
     message = f"larger than {MAX_BYTES // 1_000_000} MB; {usual}"
     raise Refused(Problem(path, "", message, "is it the right file?"))
+
+
+def _named(path: str) -> str:
+    """Return a path as an error shows it: what can't be printed stands as an escape of up to ten characters."""
+    return shorten(path, LONGEST_NAME if path.isprintable() else LONGEST_NAME // 10)
 
 
 def _without_waiting(path: str, flags: int) -> int:
