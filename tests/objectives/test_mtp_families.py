@@ -21,7 +21,7 @@ from torchturbo.engine.engine import Engine
 from torchturbo.engine.steps import heads as step
 from torchturbo.errors import Problem
 from torchturbo.objectives.heads import extra_heads
-from torchturbo.objectives.mtp.families import BUILD, FAMILIES, Family, find, held_by, layer_of, said_by
+from torchturbo.objectives.mtp.families import BUILD, FAMILIES, find, held_by, layer_of, said_by
 
 MTP = {"mtp": {"enabled": True}}
 
@@ -379,26 +379,6 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
     (problem,) = problems(model)
 
     assert "computes a loss of its own" in problem.message
-
-
-@pytest.mark.parametrize(
-    ("path", "key"),
-    [("sp_size", "sequence"), ("ep_size", "experts")],
-    ids=["sequence parallelism", "expert parallelism"],
-)
-def test_what_a_family_can_not_do_is_refused_with_its_reason(
-    path: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the table that the documentation's support table is made of."""
-    reason: Any = {key: "its heads look at all tokens"}
-    row = Family("GLM", "glm4_moe", **reason)
-    monkeypatch.setattr("torchturbo.objectives.mtp.families.FAMILIES", (row,))
-
-    found = problems(tiny_mtp.model("glm4_moe"), Context(world_size=2), parallel_plan={path: 2})
-
-    (problem,) = [problem for problem in found if problem.key == f"parallel_plan.{path}"]
-    assert "head of GLM would not work with it: its heads look at all tokens" in problem.message
-    assert problem.remedy == "set it to 1, or mtp.enabled to false"
 
 
 def test_the_first_finder_that_knows_a_model_has_the_say() -> None:

@@ -198,15 +198,10 @@ def tell_objectives(folder: Path, config: EngineConfig) -> None:
     """Log a line for each number of the losses that a recorded run had another one of: its key, and both."""
     recorded = _recorded(folder)
     for path in OBJECTIVES:
-        before, after = _value(recorded, path), _value(config, path)
+        before, after = recorded.resolved(path), config.resolved(path)
         if before != after:
             text = "resuming with another %s: %s in the checkpoint's run, %s in this one; the loss is another one"
             log.warning_rank0(text, path, shown(before), shown(after))
-
-
-def _value(config: EngineConfig, path: str) -> Any:
-    value = config.get(path)
-    return KEYS[path].default if value is None else value
 
 
 def _trained_changes(recorded: EngineConfig, config: EngineConfig) -> dict[str, tuple[Any, Any]]:
@@ -216,7 +211,7 @@ def _trained_changes(recorded: EngineConfig, config: EngineConfig) -> dict[str, 
     """
     if not (recorded.get("mtp.enabled") and config.get("mtp.enabled")):
         return {}
-    pairs = {path: (_value(recorded, path), _value(config, path)) for path in TRAINED}
+    pairs = {path: (recorded.resolved(path), config.resolved(path)) for path in TRAINED}
     return {path: pair for path, pair in pairs.items() if bool(pair[0]) != bool(pair[1])}
 
 

@@ -30,10 +30,6 @@ class Planned:
     obstacle: str = ""
     """What keeps the model from having them."""
     remedy: str = ""
-    sequence: str = ""
-    """Why they do not work under sequence parallelism; empty where they do."""
-    experts: str = ""
-    """Why they do not work under expert parallelism; empty where they do."""
     made_new: bool = False
     """Whether heads that the files lack are made anew (a draft that is trained from nothing); else they are missed."""
 

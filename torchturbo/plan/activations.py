@@ -27,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from torchturbo.engine.backends.fsdp2.units import find_units
 from torchturbo.engine.model import base_model, set_cache
 from torchturbo.engine.steps import activation_checkpointing
-from torchturbo.generated.keys import KEYS
 from torchturbo.objectives import chunked
 from torchturbo.objectives.diffusion.models import is_diffusion_model
 from torchturbo.objectives.gradient_in_forward import gradient_in_forward_sum
@@ -80,8 +79,7 @@ def _measured(model: nn.Module, config: EngineConfig, context: Context, micro_ba
     model.train()
     activation_checkpointing.apply(model, config, context)
     if config.loss_chunk.enabled:
-        size = config.loss_chunk.chunk_size
-        chunked.install(base, KEYS[CHUNK_SIZE].default if size is None else size)
+        chunked.install(base, config.resolved(CHUNK_SIZE))
     dtype = mask_dtype(base, config)
     if getattr(base.config, "_attn_implementation", None) != "eager":
         AttentionInterface.register(ATTENTION, _attend)  # Transformers makes no mask for a name it does not know

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchturbo.engine.config import EngineConfig
     from torchturbo.engine.context import Context
 
-KEY, SP_SIZE, EP_SIZE = "mtp.enabled", "parallel_plan.sp_size", "parallel_plan.ep_size"
+KEY = "mtp.enabled"
 FINDERS = ("torchturbo.objectives.dspark.layouts:find", "torchturbo.objectives.mtp.families:find")
 """What looks for heads that a model can have, one objective after the other: the first that finds some has the say."""
 log = get_logger(__name__)
@@ -68,12 +68,7 @@ def check(model: nn.Module, config: EngineConfig, context: Context) -> list[Prob
     if planned.build is None:
         message = f"{kind} has no {planned.kind.removeprefix('a ')}: {planned.obstacle}"
         return [Problem(place, KEY, message, f"{planned.remedy}, or set it to false")]
-    problems = []
-    for path, reason in ((SP_SIZE, planned.sequence), (EP_SIZE, planned.experts)):
-        if reason and config.get(path) != 1:
-            message = f"{planned.kind} would not work with it: {reason}"
-            problems.append(Problem(config.origin(path).place, path, message, f"set it to 1, or {KEY} to false"))
-    return problems or _unlike_files(base, planned.build, _source(base, context))
+    return _unlike_files(base, planned.build, _source(base, context))
 
 
 def _unlike_files(base: Any, build: Any, source: WeightSource | None) -> list[Problem]:

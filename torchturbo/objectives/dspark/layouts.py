@@ -5,7 +5,6 @@ Add a layout: one row of :data:`LAYOUTS`, with a function that says what is buil
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,10 +22,6 @@ class Layout(NamedTuple):
     """Transformers' name of the target."""
     find: str = DENSE
     """``package.module:function`` of ``(base, stored)`` that returns the plan of a draft; None if none is asked for."""
-    sequence: str = ""
-    """Why it does not work under sequence parallelism; empty where it does."""
-    experts: str = ""
-    """Why it does not work under expert parallelism; empty where it does, or where the family has no experts."""
 
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -47,7 +42,7 @@ def find(base: Any, stored: Stored) -> Planned | None:
         if layout.model_type == kind:
             module, _, name = layout.find.partition(":")
             planned: Planned | None = getattr(import_module(module), name)(base, stored)
-            return planned and replace(planned, sequence=layout.sequence, experts=layout.experts)
+            return planned
     return _refused(base)
 
 

@@ -38,10 +38,6 @@ class Family(NamedTuple):
     """``package.module:function`` of ``(base, family, heads, stored)`` that returns so many heads."""
     unsaid: int = 0
     """Heads of a model whose configuration names no number; 0 where they all do."""
-    sequence: str = ""
-    """Why its heads do not work under sequence parallelism; empty where they do."""
-    experts: str = ""
-    """Why they do not work under expert parallelism; empty where they do, or where the family has no experts."""
     refused: str = ""
     """Why its heads are not built at all; empty where they are."""
 
@@ -94,7 +90,7 @@ def find(base: Any, stored: Stored) -> Planned | None:
         return Planned(kind, obstacle=f"{words}, and its files hold {held} of them", remedy=remedy)
     build = partial(_built, family, heads, stored)
     kind = kind if heads > 1 else kind.replace("heads", "head", 1)
-    return Planned(f"{heads} {kind}", build, sequence=family.sequence, experts=family.experts)
+    return Planned(f"{heads} {kind}", build)
 
 
 def _unlike(family: Family, config: Any) -> str:
